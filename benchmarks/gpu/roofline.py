@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from rmm_linear.packing import GROUP, packed_bytes, packed_parts
 
 SIZE = 2  # bytes of an element of bfloat16
-TILE = 16  # rows whose share of dγ and dβ a program of norm_backward writes, and a sum reads
-_ROTATION = 2 * GROUP
+_ROTATION = 2 * GROUP  # a product in half types: the matrix is exact in them
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Work:
     is_forward: bool  # whether it belongs to the forward pass
     bytes: float  # read and written
     flops: float = 0.0  # at the speed of half types
-    precise: float = 0.0  # FLOPs to float32's precision
     stored: int = 0  # bytes it leaves for the backward pass
 
 
@@ -52,43 +50,38 @@ def product(n: int, inner: int, outer: int, *, is_forward: bool) -> Work:
     return Work("products of linear layers", is_forward, moved, 2.0 * n * inner * outer)
 
 
-def sketch(n: int, columns: int, rows: int, bits: int | None, *, is_forward: bool, is_stored: bool) -> Work:
-    """CountSketch of n rows to ``rows``, packed as it is made where bits are given."""
-    kept = SIZE * rows * columns if bits is None else packed_bytes(rows, columns, bits)
-    rotation = 0 if bits is None else _ROTATION * rows * columns
-    moved = SIZE * n * columns + kept
-    return Work("sketch", is_forward, moved, n * columns, rotation, kept + 8 if is_stored else 0)
+def sketch(n: int, columns: int, rows: int, *, is_forward: bool, is_stored: bool) -> Work:
+    """CountSketch of n rows to ``rows``."""
+    kept = SIZE * rows * columns
+    return Work("sketch", is_forward, SIZE * n * columns + kept, n * columns, kept + 8 if is_stored else 0)
 
 
-def pack(n: int, columns: int, bits: int, *, is_forward: bool = True) -> Work:
-    return Work(
-        f"pack, {bits} bits",
-        is_forward,
-        SIZE * n * columns + packed_bytes(n, columns, bits),
-        0,
-        _ROTATION * n * columns,
-    )
+def pack(n: int, columns: int, bits: int) -> Work:
+    kept = packed_bytes(n, columns, bits)
+    return Work(f"pack, {bits} bits", True, SIZE * n * columns + kept, _ROTATION * n * columns, kept + 8)
 
 
 def unpack(n: int, columns: int, bits: int) -> Work:
-    return Work(f"unpack, {bits} bits", False, SIZE * n * columns + packed_bytes(n, columns, bits), 2 * n * columns)
-
-
-def unrotate(n: int, columns: int) -> Work:
-    return Work("unrotate", False, 2 * SIZE * n * columns, 0, _ROTATION * n * columns)
+    """Decode, with the rotation undone."""
+    moved = SIZE * n * columns + packed_bytes(n, columns, bits)
+    return Work(f"unpack, {bits} bits", False, moved, _ROTATION * n * columns)
 
 
 def norm(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> list[Work]:
-    """LayerNorm or RMSNorm in one kernel each way, or with a packed copy, which the output's kernel may make."""
+    """LayerNorm or RMSNorm in one kernel each way, or with a packed copy, which the output's kernel may make.
+
+    Its passes over rows are kernels of their own: statistics before it is packed, sums before the gradients.
+    """
     elements = n * columns
     exact = _exact("norm", elements, (2, 3), 1, (8 * elements, 16 * elements))
     if bits is None:
         return exact
-    moved, rotation = SIZE * elements + packed_bytes(n, columns, bits) + 4 * n, _ROTATION * elements
-    stored, sums = _padded(8, 4 * n, *_parts(n, columns, bits)), 2 * 8 * elements // TILE
-    copy = Work("norm copy", True, moved, 8 * elements, rotation, stored)
-    fused = Work("norm with copy", True, moved + SIZE * elements, 10 * elements, rotation, stored)
-    gradients = Work("norm gradients", False, moved + SIZE * elements + sums, 16 * elements, rotation)
+    read, stored = SIZE * elements, _padded(8, 4 * n, *_parts(n, columns, bits))
+    packed, statistics = read + packed_bytes(n, columns, bits) + 8 * n, read + 8 * n
+    copy = Work("norm copy", True, statistics + packed, (_ROTATION + 8) * elements, stored)
+    fused = Work("norm with copy", True, statistics + packed + read, (_ROTATION + 10) * elements, stored)
+    sums = 2 * 8 * elements // GROUP  # of rows, in every group, written and read
+    gradients = Work("norm gradients", False, 2 * packed + read + sums, (_ROTATION + 16) * elements)
     return [fused, gradients] if is_fused else [replace(exact[0], stored=0), copy, gradients]
 
 
@@ -114,9 +107,9 @@ def gated(n: int, columns: int, bits: int | None, *, is_fused: bool = False) -> 
         return exact
     moved, rotations = 3 * SIZE * elements + 2 * packed_bytes(n, columns, bits), 2 * _ROTATION * elements
     stored = _padded(16, *_parts(n, columns, bits) * 2)
-    pack = Work("gated, pack", True, moved - SIZE * elements, 0, rotations, stored)
-    fused = Work("gated with products", True, moved, 2 * elements, rotations, stored)
-    apply = Work("gated, apply", False, moved, 0, rotations)
+    pack = Work("gated, pack", True, moved - SIZE * elements, rotations, stored)
+    fused = Work("gated with products", True, moved, 2 * elements + rotations, stored)
+    apply = Work("gated, apply", False, moved, rotations)
     return [fused, apply] if is_fused else [replace(exact[0], stored=0), pack, apply]
 
 
@@ -147,8 +140,8 @@ def attention(n: int, length: int, width: int, bits: int | None, *, is_causal: b
     stored = _padded(24, *_parts(n, width, bits) * 3)
     return [  # the backward pass runs the forward pass again: see rmm_linear/ops/fused_attention.py
         replace(exact[0], stored=0),
-        Work("attention, pack", True, 3 * (SIZE * elements + codes), 0, rotations, stored),
-        Work("attention, unpack", False, 3 * (3 * SIZE * elements + codes), 0, rotations),  # and unrotate
+        Work("attention, pack", True, 3 * (SIZE * elements + codes), rotations, stored),
+        Work("attention, unpack", False, 3 * (SIZE * elements + codes), rotations),
         Work("attention, forward again", False, 4 * SIZE * elements, 4 * scores),
         exact[1],
     ]
@@ -191,7 +184,7 @@ def head(n: int, width: int, classes: int, rows: int | None, *, adds_wide: bool 
     return [*chunk * math.ceil(n / rows), scaled]
 
 
-RATIO = 0.1  # K/N of 16-bit sketches, and bytes kept of packed ones
+RATIO = 0.1  # K/N of sketches
 
 
 @dataclass(frozen=True)
@@ -199,17 +192,14 @@ class Machine:
     name: str  # its name
     bandwidth: float  # bytes per second of its memory
     flops: float  # dense FLOPs per second in bfloat16
-    # FLOPs per second of products to float32's precision: a third of tf32's peak, as three products make one, or on AMD
-    # the matrix unit's peak in float32
-    precise: float
 
     def seconds(self, one: Work) -> float:
-        return max(one.bytes / self.bandwidth, one.flops / self.flops + one.precise / self.precise)
+        return max(one.bytes / self.bandwidth, one.flops / self.flops)
 
 
 MACHINES = (
-    Machine("A100 80 GB SXM", 2.04e12, 312e12, 156e12 / 3), Machine("H100 SXM", 3.35e12, 989e12, 494.5e12 / 3),
-    Machine("H200 SXM", 4.8e12, 989e12, 494.5e12 / 3), Machine("MI300X", 5.3e12, 1307e12, 163.4e12),
+    Machine("A100 80 GB SXM", 2.04e12, 312e12), Machine("H100 SXM", 3.35e12, 989e12),
+    Machine("H200 SXM", 4.8e12, 989e12), Machine("MI300X", 5.3e12, 1307e12),
 )  # fmt: skip
 
 
@@ -241,18 +231,19 @@ HEAD = (16384, 2048, 128_256)  # tokens, H and V of LLaMA-1B
 class Way:
     name: str  # title
     is_sketched: bool = False  # the linear layers' inputs
-    bits: int | None = None  # of the sketches; None is the dtype
+    bits: int | None = None  # of all rows of the linear layers' inputs
     is_packed: bool = False  # all other operations
     is_fused: bool = False  # outputs of norms, activations and dropout in the pass that packs their stand-ins
     is_checkpointed: bool = False  # none, but the block's forward pass runs once more
 
 
 EXACT = Way("exact")
-ALL = Way("all operations", is_sketched=True, is_packed=True)
-FUSED = Way("all operations, fused", is_sketched=True, is_packed=True, is_fused=True)
+ALL = Way("sketches, all operations", is_sketched=True, is_packed=True)
+FUSED = Way("sketches, all operations, fused", is_sketched=True, is_packed=True, is_fused=True)
 WAYS = (
-    EXACT, Way("linears sketched", is_sketched=True), ALL, FUSED, Way("all operations, linears in 4 bits",
-    is_sketched=True, bits=4, is_packed=True), Way("checkpointing", is_checkpointed=True),
+    EXACT, Way("default: all operations, rows in 3 bits", bits=3, is_packed=True),
+    Way("default, fused", bits=3, is_packed=True, is_fused=True), Way("linears sketched", is_sketched=True), ALL, FUSED,
+    Way("checkpointing", is_checkpointed=True),
 )  # fmt: skip
 
 
@@ -276,20 +267,20 @@ def works(block: Block, way: Way) -> list[Work]:
 
 def linears(n: int, inner: int, outers: Sequence[int], way: Way, *, stored: int) -> list[Work]:
     """Linear layers that read the same input: one stand-in serves all of them."""
-    # K is a tenth of the rows, or as many as packed take a tenth of the bytes.
-    per_element = SIZE if way.bits is None else way.bits / 8 + 1 / GROUP
-    rows = max(1, round(RATIO * n * SIZE / per_element)) if way.is_sketched else n
+    rows = max(1, round(RATIO * n)) if way.is_sketched else n
     found = [product(n, inner, outer, is_forward=True) for outer in outers]
     if way.is_sketched:
-        found.append(sketch(n, inner, rows, way.bits, is_forward=True, is_stored=True))
+        found.append(sketch(n, inner, rows, is_forward=True, is_stored=True))
+    elif way.bits is not None:
+        found.append(pack(n, inner, way.bits))
     else:
         found.append(Work("products of linear layers", True, 0, stored=stored))
     for outer in outers:
         found.append(product(n, outer, inner, is_forward=False))  # dX
         if way.is_sketched:
-            found.append(sketch(n, outer, rows, None, is_forward=False, is_stored=False))  # SᵀY
+            found.append(sketch(n, outer, rows, is_forward=False, is_stored=False))  # SᵀY
         if way.bits is not None:
-            found += [unpack(rows, inner, way.bits), unrotate(outer, inner)]
+            found.append(unpack(n, inner, way.bits))
         found.append(product(outer, rows, inner, is_forward=False))  # dW
     return found
 

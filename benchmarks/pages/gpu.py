@@ -67,7 +67,6 @@ def _machines() -> str:
         "": lambda one: one.name,
         "memory, TB/s": lambda one: f"{one.bandwidth / 1e12:.2f}",
         "bf16, TFLOP/s": lambda one: f"{one.flops / 1e12:.0f}",
-        "to float32's precision, TFLOP/s": lambda one: f"{one.precise / 1e12:.0f}",
     }
     return columns(MACHINES, spec)
 
@@ -86,7 +85,7 @@ def _ways(block: Block) -> str:
     spec = {
         "least time of a block": lambda way: way.name,
         "GB moved": lambda way: f"{total(way, 'bytes') / 1e9:.2f}",
-        "TFLOP": lambda way: f"{(total(way, 'flops') + total(way, 'precise')) / 1e12:.2f}",
+        "TFLOP": lambda way: f"{total(way, 'flops') / 1e12:.2f}",
         "saved, MiB": lambda way: f"{roofline.saved(block, way) / 2**20:,.0f}",
         **{machine.name: partial(time_on, machine) for machine in MACHINES},
     }
@@ -111,7 +110,7 @@ def _operators(block: Block) -> str:
         "operation": lambda line: line[0],
         "pass": lambda line: line[1],
         "MB moved": lambda line: f"{sum(one.bytes for one in line[2]) / 1e6:,.0f}",
-        "GFLOP": lambda line: f"{sum(one.flops + one.precise for one in line[2]) / 1e9:,.1f}",
+        "GFLOP": lambda line: f"{sum(one.flops for one in line[2]) / 1e9:,.1f}",
         **{f"{machine.name}: share": partial(share_on, machine) for machine in MACHINES},
     }
     return columns(lines, spec)

@@ -164,8 +164,10 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
         half = tl.bfloat16 if kernel.__name__ in ("_pack_gated_kernel", "_gate_kernel") else tl.float16
     defaults = {"PRECISION": "tf32x3" if is_cuda else "ieee", "IEEE": not is_cuda, "TAIL": False, "HALF": half}
     constants = {name: value for name, value in (defaults | constants).items() if name in names}
-    if not is_cuda and "gate" in kernel.__name__:
-        constants["B_K"] //= 2  # as it is launched there
+    if "p_scales" in names and constants.get("B_K") == 64 and "square" not in kernel.__name__:  # as it is launched
+        is_heavy = "gate" in kernel.__name__ or constants["TAIL"]
+        tile_rows = sys.modules["rmm_linear.kernels.launch"].tile_rows
+        constants["B_K"] = tile_rows(dtype == "*fp32", is_heavy, is_cuda and target.arch >= 90)
     is_whole = not constants.get("TAIL")
     signature, aligned = {}, []
     for place, name in enumerate(names):

@@ -129,7 +129,7 @@ def _of_amd(assembly: str) -> dict[str, int]:
             raise RuntimeError(f"The metadata of the AMD kernel has no .{name}.")
         return sum(map(int, numbers))
 
-    spilled = count("vgpr_spill_count") + count("sgpr_spill_count")
+    spilled = count("vgpr_spill_count")  # scalars that do not fit go to registers of vectors
     names = {"registers": "vgpr_count", "accumulators": "agpr_count", "scalars": "sgpr_count"}
     return {title: count(name) for title, name in names.items()} | {"spilled_registers": spilled}
 

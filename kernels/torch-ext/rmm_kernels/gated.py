@@ -5,10 +5,9 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
-from .launch import cdiv, is_ieee, on_device, places, product_type
+from .launch import cdiv, is_ieee, on_device, places, product_type, rows_for
 from .packing import (
     GROUP,
-    ROWS,
     code_bytes,
     empty_sketch,
     load_packed,
@@ -66,8 +65,8 @@ def _pack_gated_kernel(
         m_k = o_k < n_rows
         m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-        b_a = tl.load(p_a + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-        b_s, b_p = _activate(b_a, ACTIVATION)
+        p_gate = p_a + o_row[:, None] * stride + o_j[None, :]
+        b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
         if HAS_P:
             b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
             b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
@@ -76,6 +75,8 @@ def _pack_gated_kernel(
                 BITS, IEEE, TAIL,
             )  # fmt: skip
         if HAS_S:
+            if tl.float32 == HALF:  # from the cache: a tile that stays in registers meanwhile spills
+                b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
             b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
             store_packed(
                 b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
@@ -110,8 +111,8 @@ def _gate_kernel(
         o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
         m_k = (o_k >= 0) & m_n
         o_k = tl.maximum(o_k, 0)
-        b_a = tl.load(p_a + o_n[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-        b_s, b_p = _activate(b_a, ACTIVATION)
+        p_gate = p_a + o_n[:, None] * stride + o_j[None, :]
+        b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
         b_b = tl.load(p_b + o_n[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
         b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
         tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
@@ -124,6 +125,8 @@ def _gate_kernel(
                 BITS, IEEE, TAIL,
             )  # fmt: skip
         if HAS_S:
+            if tl.float32 == HALF:  # as in _pack_gated_kernel
+                b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
             b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
             if HAS_PLACE:
                 b_row = row_words(p_seed + 1, o_k)
@@ -176,11 +179,6 @@ def _apply_gated_kernel(
             tl.store(p_db + o_out, (b_y * b_s).to(p_db.dtype.element_ty), mask=m_z)
 
 
-def _tile_rows() -> int:
-    """Rows of a tile: on AMD, which multiplies in float32 itself, more would not fit into its registers."""
-    return ROWS // 2 if is_ieee() else ROWS
-
-
 def _half(dtype: torch.dtype) -> tl.dtype:
     """What products are multiplied in: they may be larger than float16 holds, where their factors are in half types."""
     return product_type(dtype if dtype == torch.float32 else torch.bfloat16)
@@ -221,7 +219,7 @@ def pack_gated(
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     packed = _empty(rows, columns, bits, wanted, a) if out is None else out
     if rows and columns:
-        size = _tile_rows()
+        size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         with on_device(a):
             _pack_gated_kernel[grid](
@@ -263,7 +261,7 @@ def gate_and_pack(
     packed = _empty(stored, columns, bits, wanted, a) if saved is None else saved
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     if out.numel():
-        size = _tile_rows()
+        size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         with on_device(a):
             _gate_kernel[grid](
@@ -299,7 +297,7 @@ def apply_gated(
     make = torch.empty if index is None else torch.zeros
     found = [None if one is None else make(y.shape, dtype=y.dtype, device=y.device) for one in packed]
     if rows and columns:
-        size = _tile_rows()
+        size = rows_for(y, y.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         with on_device(y):
             _apply_gated_kernel[grid](

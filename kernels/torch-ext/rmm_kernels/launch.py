@@ -1,6 +1,7 @@
 """Helpers that the launchers share."""
 
 import contextlib
+import functools
 
 import torch
 import triton
@@ -27,6 +28,26 @@ def is_ieee() -> bool:
 def product_type(dtype: torch.dtype) -> tl.dtype:
     """The dtype in which tiles of a dtype are multiplied by a matrix that every dtype holds."""
     return tl.float32 if upcast() or dtype == torch.float32 else _TYPES[dtype]
+
+
+def tile_rows(is_single: bool, is_heavy: bool, is_asynchronous: bool) -> int:
+    """Rows of a tile that fit into registers.
+
+    is_single: Whether inputs are float32. is_heavy: Whether a kernel packs two matrices, or has a path for short
+    groups. is_asynchronous: Whether products read their matrices from shared memory, as on sm_90 and sm_100.
+    """
+    return 32 if (is_heavy and (is_single or not is_asynchronous)) or (is_single and not is_asynchronous) else 64
+
+
+def rows_for(tensor: torch.Tensor, dtype: torch.dtype, is_heavy: bool) -> int:
+    """See tile_rows; ``tensor`` lies on the device."""
+    is_asynchronous = tensor.is_cuda and _is_asynchronous(tensor.device.index)
+    return tile_rows(dtype == torch.float32, is_heavy, is_asynchronous)
+
+
+@functools.cache
+def _is_asynchronous(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
 def upcast() -> bool:

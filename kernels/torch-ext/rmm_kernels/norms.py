@@ -4,10 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, is_ieee, on_device, places, product_type
+from .launch import cdiv, is_ieee, on_device, places, product_type, rows_for
 from .packing import (
     GROUP,
-    ROWS,
     empty_sketch,
     load_packed,
     rotation,
@@ -300,13 +299,14 @@ def pack_norm(
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     codes, scales, rstd = _empty(rows, columns, bits, x) if out is None else out
     if codes.numel():
-        taken, grid = tiles(rows, scales.shape[1])
+        size = rows_for(x, x.dtype, columns % GROUP != 0)
+        taken, grid = tiles(rows, scales.shape[1], size)
         with on_device(x):
             mean = _row_statistics(x, rstd, eps, centered, index)
             _pack_norm_kernel[grid](
                 x, index, seed, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
                 CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return codes, scales, rstd
 
@@ -350,14 +350,15 @@ def normalize_and_pack(
     if out.numel():
         place = places(index, rows)
         of_all = rstd if index is None else torch.empty(rows, dtype=torch.float32, device=x.device)
-        taken, grid = tiles(rows, scales.shape[1])
+        size = rows_for(x, x.dtype, columns % GROUP != 0)
+        taken, grid = tiles(rows, scales.shape[1], size)
         with on_device(x):
             mean = _row_statistics(x, of_all, eps, centered, None, place, None if index is None else rstd)
             _normalize_kernel[grid](
                 x, place, seed, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
                 codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
                 HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return out, codes, scales, rstd
 
@@ -399,13 +400,14 @@ def norm_gradients(
     gamma = None if gamma is None else gamma.to(torch.float32).contiguous()
     x = (torch.empty if index is None else torch.zeros)(y.shape, dtype=dtype or y.dtype, device=y.device)
     groups = scales.shape[1]
-    taken, grid = tiles(rows, groups)
+    size = rows_for(y, y.dtype, columns % GROUP != 0)
+    taken, grid = tiles(rows, groups, size)
     partial = torch.empty(grid[0] // max(groups, 1), 2, columns if sums else 0, dtype=torch.float32, device=y.device)
     if rows and columns:
         of_rows = torch.empty(groups, 2, rows, dtype=torch.float32, device=y.device)
         how = {
             "CENTERED": centered, "HAS_INDEX": index is not None, "HAS_GAMMA": gamma is not None, "BITS": bits,
-            "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": ROWS, "num_warps": 4,
+            "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size, "num_warps": 4,
         }  # fmt: skip
         shape = rows, taken, columns, y.stride(0), codes.shape[1]
         with on_device(y):

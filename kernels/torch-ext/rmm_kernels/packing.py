@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from .draws import words
-from .launch import cdiv, is_ieee, on_device, product_type
+from .launch import cdiv, is_ieee, on_device, product_type, rows_for
 
 GROUP = 64
-ROWS = 64  # of a tile: what the matrix unit takes at once
+ROWS = 64  # of a tile of what multiplies nothing
 _PROGRAMS = 768  # the fewest that keep an H200 busy, as measured
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 _STREAM = tl.constexpr(3)
@@ -458,11 +458,12 @@ def pack(
     rows, columns = matrix.shape
     codes, scales = empty_sketch(rows, columns, bits, matrix) if out is None else out
     if matrix.numel():
-        taken, grid = tiles(rows, scales.shape[1])
+        size = rows_for(matrix, matrix.dtype, columns % GROUP != 0)
+        taken, grid = tiles(rows, scales.shape[1], size)
         with on_device(matrix):
             _pack_kernel[grid](
                 matrix, seed, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], BITS=bits,
-                HALF=product_type(matrix.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                HALF=product_type(matrix.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return codes, scales
 
@@ -491,11 +492,12 @@ def unpack(
     rows = codes.shape[0]
     matrix = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     if matrix.numel():
-        taken, grid = tiles(rows, scales.shape[1])
+        size = rows_for(codes, dtype, columns % GROUP != 0)
+        taken, grid = tiles(rows, scales.shape[1], size)
         half = product_type(dtype if dtype == torch.float32 else torch.float16)
         with on_device(codes):
             _unpack_kernel[grid](
                 codes, scales, seed, matrix, rows, taken, columns, codes.shape[1], BITS=bits,
-                HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
+                HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
             )  # fmt: skip
     return matrix
