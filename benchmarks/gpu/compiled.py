@@ -26,17 +26,17 @@ PROGRAM = ROOT / "kernels" / "tests" / "compile_kernels.py"
 _OF_ONES = "of ones"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompiledRow(Origin):
     """One variant of a kernel for one target; ``device`` says that it was not run."""
 
     kernel: str  # name of the kernel
     variant: str  # what it was compiled for: kind, width, dtype
-    default_path: bool  # whether the default conversion of a model in bfloat16 launches it
-    instructions_per_element: float | None  # of lanes, in the loop over tiles; without a loop, all
-    limit: float | None  # what the tests hold the default path's to, on sm_90
+    default_path: int  # 1 where the default conversion of a model in bfloat16 launches it, else 0
+    instructions_per_element: float | None = None  # of lanes, in the loop over tiles; without a loop, all
+    limit: float | None = None  # what the tests hold the default path's to, on sm_90
     bytes_allow: float  # what an H100 issues while its memory moves the bytes
-    outside_per_tile: float | None  # instructions outside of loops, by the elements of one tile
+    outside_per_tile: float | None = None  # instructions outside of loops, by the elements of one tile
     target: str  # "sm_80", "sm_90" or "gfx942"
     registers: int  # registers of a thread, those of vectors on AMD
     shared: int  # bytes of shared memory of a block
@@ -86,12 +86,11 @@ def _row(said: dict, about: dict) -> CompiledRow:
     kernel, variant = split(name)
     del said["wide_loads"]  # what the tests alone look at
     moved, limit = rmm_kernels_moved.value(said["moved"]), rmm_kernels_resources.LIMITS.get(name)
-    counted = {"instructions_per_element": None, "outside_per_tile": None}
     return CompiledRow(
-        kernel,
-        variant,
-        **counted | said,
-        default_path=limit is not None,
+        kernel=kernel,
+        variant=variant,
+        **said,
+        default_path=int(limit is not None),
         limit=limit if said["target"] == "sm_90" else None,
         bytes_allow=round(rmm_kernels_resources.PER_BYTE * moved, 1),
         moved_per_element=round(moved, 6),

@@ -10,9 +10,10 @@ from pathlib import Path
 from benchmarks.gpu import roofline
 from benchmarks.gpu.compiled import TARGETS, CompiledRow, csv_name
 from benchmarks.gpu.roofline import ALL, BLOCKS, EXACT, FUSED, MACHINES, WAYS, Block, Machine, Way, Work
+from benchmarks.gpu.steps import Step
 from benchmarks.library import table
-from benchmarks.pages.render import Table, columns
-from benchmarks.records import RESULTS, read_rows
+from benchmarks.pages.render import Table, columns, from_csv
+from benchmarks.records import RESULTS, Row, read_rows
 from rmm_linear.losses import CHUNK, chunk_rows
 
 
@@ -50,6 +51,42 @@ def _of_all_targets(make: Callable[[Sequence[CompiledRow]], str]) -> Table:
     return lambda results: make(
         [row for target in TARGETS for row in read_rows(results / csv_name(target), CompiledRow)]
     )
+
+
+def _steps(rows: Sequence[Step]) -> str:
+    """Lay out methods down, a case after the other, relative to exact where it is one of them."""
+    exact = {row.case: row for row in rows if row.method == "exact"}
+
+    def by_exact(name: str, factor: float, spec: str) -> Callable[[Step], str]:
+        def cell(row: Step) -> str:
+            value, base = getattr(row, name), getattr(exact.get(row.case), name, None)
+            return f"{factor * value:{spec}}" + (f" ({value / base:.2f})" if base else "")
+
+        return cell
+
+    spec = {
+        "case": lambda row: row.case,
+        "method": lambda row: row.method,
+        "step, ms": by_exact("step", 1e3, ".1f"),
+        "host, ms": lambda row: f"{1e3 * row.host:.1f}",
+        "kernels, ms": by_exact("busy", 1e3, ".2f"),
+        "launches": lambda row: f"{row.launches}",
+        "saved, MiB": by_exact("saved", 2.0**-20, ".0f"),
+        "peak, MiB": by_exact("peak", 2.0**-20, ".0f"),
+    }
+    return columns([row for row in rows if row.status == "ok"], spec)
+
+
+def _suites(rows: Sequence[Row]) -> str:
+    """Lay out providers down: times relative to exact, and peaks where they were measured."""
+    spec = {
+        "case": lambda row: row.case,
+        "provider": lambda row: row.provider,
+        "ms": lambda row: f"{1e3 * row.median:.3g}",
+        "relative to exact": lambda row: f"{row.relative:.2f}",
+        "peak, MiB": lambda row: f"{row.peak_bytes / 2**20:,.0f}" if row.peak_bytes else "",
+    }
+    return columns(rows, spec)
 
 
 def _registers(row: CompiledRow | None) -> str:
@@ -141,6 +178,9 @@ def _head() -> str:
 TABLES: dict[str, Table] = {
     "kernels-compiled": _of_all_targets(_compiled),
     "kernels-default-path": _default_path,
+    "gpu-steps": from_csv("steps-cuda", Step, _steps),
+    "gpu-blocks": from_csv("blocks-cuda", Row, _suites),
+    "gpu-operators": from_csv("operators-cuda", Row, _suites),
     "roofline-machines": lambda results: _machines(),
     "roofline-head": lambda results: _head(),
     **{

@@ -86,7 +86,7 @@ def _norm_backward(read: int, made: int, constants: dict[str, Any]) -> list[Any]
 
 
 def _norm_sums(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
-    return [read, *_packed(constants["BITS"]), f"{1 + constants['CENTERED']} · 4/64"]  # of every row and group
+    return [read, *_packed(constants["BITS"]), f"{1 + constants['CENTERED']} · 4/64"]  # of every row and group alone
 
 
 # Of the bytes of an element read and written, and of the constants.

@@ -54,13 +54,16 @@ LAUNCHES = {
         matrix(SINGLE), SEED, "gaussian", ROWS, KEPT, bits=4, **ORDER
     ),
     "row_norms": lambda make: make.row_norms(matrix(HALF)),
-    "pack 4": lambda make: make.pack(matrix(SINGLE), 4, SEED),
-    "unpack 4": lambda make: make.unpack(*_packed(4), SEED, 4, COLUMNS, HALF),
+    "pack 4 *fp32": lambda make: make.pack(matrix(SINGLE), 4, SEED),
+    "unpack 4 *bf16": lambda make: make.unpack(*_packed(4), SEED, 4, COLUMNS, HALF),
     "random_keys": lambda make: make.random_keys(SEED, ROWS),
-    "pack_norm 4": lambda make: make.pack_norm(matrix(SINGLE), 4, SEED, 1e-5, False),
-    "pack_norm 2": lambda make: make.pack_norm(matrix(HALF), 2, SEED, 1e-5, True, torch.arange(ROWS)),
-    "norm_backward 4": lambda make: make.norm_gradients(matrix(SINGLE), *_packed(4), RSTD, 4, SEED, sums=False),
-    "norm_backward 2": lambda make: make.norm_gradients(
+    "row_statistics 3 *bf16": lambda make: make.pack_norm(matrix(HALF), 3, SEED, 1e-5),
+    "pack_norm 4 *fp32 RMS": lambda make: make.pack_norm(matrix(SINGLE), 4, SEED, 1e-5, False),
+    "pack_norm 2 *bf16 index": lambda make: make.pack_norm(matrix(HALF), 2, SEED, 1e-5, True, torch.arange(ROWS)),
+    "norm_sums 4 *fp32 RMS": lambda make: make.norm_gradients(
+        matrix(SINGLE), *_packed(4), RSTD, 4, SEED, centered=False, sums=False
+    ),
+    "norm_backward 2 *bf16 index": lambda make: make.norm_gradients(
         matrix(HALF), *_packed(2), RSTD, 2, SEED, GAMMA, index=torch.arange(ROWS)
     ),
     "pack_derivative mish 2 *bf16": lambda make: make.pack_derivative(
@@ -89,13 +92,13 @@ VARIANTS = {name: (kernel, dtype, constants) for name, kernel, dtype, constants 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_the_bytes_of_a_formula_are_those_of_what_is_launched(name, monkeypatch):
     kernel, dtype, constants = VARIANTS[name]
-    launches = Launches()
+    launches, others = Launches(), Launches()
     make = kernels()
     modules = [module for key, module in sys.modules.items() if key.startswith("rmm_linear.kernels.")]
     for module in modules:
         for key, found in list(vars(module).items()):
-            if found is kernel:
-                monkeypatch.setattr(module, key, launches)
+            if key.endswith("_kernel"):
+                monkeypatch.setattr(module, key, launches if found is kernel else others)
     LAUNCHES[name](make)
     found = sum(tensor.nbytes for tensor in launches.tensors) / (ROWS * COLUMNS)
     # What is read once for a whole matrix is not in the formula: some kilobytes of these 8 million elements.

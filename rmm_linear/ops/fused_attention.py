@@ -7,10 +7,11 @@ Dropout: a kernel draws which scores it drops from the state of the device's gen
 tensor of them. So the state at the forward pass and the kernel are all that is saved, 17 bytes. In the backward pass,
 the generator goes back to this state for the second forward pass, and then to where it was.
 
-Memory of the backward pass: one call of a kernel has queries, keys, values, output and three gradients, which is 3 + 4 r
-times the bytes of the queries where keys have r of them. Where that is more than five times, large tensors are handled
-in parts, a few sequences or heads at a time, and the gradients of a part overwrite the rows that it has read. That
-takes 8 % more time on an H200, in four parts. With dropout, a part has to begin at its own random numbers. Those of two kernels follow from the number of scores, or heads, before it:
+Memory of the backward pass: one call of a kernel has queries, keys, values, output and three gradients, 3 + 4 r times
+the bytes of the queries where keys have r of them. Where that is more than five times, large tensors are handled in
+parts, a few sequences or heads at a time, and the gradients of a part overwrite the rows that it has read. That takes
+8 % more time on an H200, in four parts. With dropout, a part has to begin at its own random numbers. Those of two
+kernels follow from the number of scores, or heads, before it:
 
     FLASH_ATTENTION       32 for each head                          (flash_attn/dropout.h)
     EFFICIENT_ATTENTION   one for each score                        (mem_eff_attention/kernel_forward.h)

@@ -171,8 +171,8 @@ def _norm_sums_kernel(
     """n_tiles tiles of B_K rows and one group: the sums of γ ∘ y ∘ h and γ ∘ y over its columns, and over rows.
 
     p_y: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_gamma: float32 (H,). p_rows: float32
-    (groups, 2, n), the sum of γ ∘ y only if CENTERED. p_sums: float32 (programs of a group, 2, H), of y ∘ h and y. The
-    others: see load_packed.
+    (groups, 2, n), or (groups, 1, n) without the sum of γ ∘ y if not CENTERED. p_sums: float32 (programs of a group, 2,
+    H), of y ∘ h and y. The others: see load_packed.
     """
     n_groups = tl.cdiv(n_columns, 64)
     i_g = tl.program_id(0) % n_groups
@@ -192,7 +192,7 @@ def _norm_sums_kernel(
             p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
         )
         b_y, b_g = _load_gradient(p_y, p_gamma, o_row, m_y, o_j, n_columns, stride, HAS_GAMMA)
-        p_row = p_rows + i_g.to(tl.int64) * 2 * n_rows + o_k
+        p_row = p_rows + i_g.to(tl.int64) * (1 + CENTERED) * n_rows + o_k
         tl.store(p_row, tl.sum(b_g * b_h, axis=1), mask=m_k)
         if CENTERED:
             tl.store(p_row + n_rows, tl.sum(b_g, axis=1), mask=m_k)
@@ -404,7 +404,7 @@ def norm_gradients(
     taken, grid = tiles(rows, groups, size)
     partial = torch.empty(grid[0] // max(groups, 1), 2, columns if sums else 0, dtype=torch.float32, device=y.device)
     if rows and columns:
-        of_rows = torch.empty(groups, 2, rows, dtype=torch.float32, device=y.device)
+        of_rows = torch.empty(groups, 1 + centered, rows, dtype=torch.float32, device=y.device)
         how = {
             "CENTERED": centered, "HAS_INDEX": index is not None, "HAS_GAMMA": gamma is not None, "BITS": bits,
             "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size, "num_warps": 4,
