@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import code_of, normal_cdf, sigmoid
-from .launch import cdiv, is_ieee, on_device, places
+from .launch import cdiv, is_ieee, launch, places
 from .packing import (
     GROUP,
     ROWS,
@@ -171,12 +171,12 @@ def activate_and_pack(
     (low, step), (rows, columns) = line, x.shape
     if out.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
-        with on_device(x):
-            _activate_kernel[grid](
-                x, places(index, rows), seed, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
-                float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits, HAS_PLACE=index is not None,
-                TAIL=columns % GROUP != 0, B_K=ROWS, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _activate_kernel, grid,
+            x, places(index, rows), seed, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
+            float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits, HAS_PLACE=index is not None,
+            TAIL=columns % GROUP != 0, B_K=ROWS,
+        )  # fmt: skip
     return out
 
 
@@ -207,10 +207,9 @@ def square_and_pack(
     codes, scales = empty_sketch(kept, columns, bits, x) if saved is None else saved
     if out.numel():
         grid = (cdiv(rows, ROWS) * cdiv(columns, GROUP),)
-        with on_device(x):
-            _square_kernel[grid](
-                x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],
-                BITS=bits, HAS_PLACE=index is not None, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS,
-                num_warps=4,
-            )  # fmt: skip
+        launch(
+            _square_kernel, grid,
+            x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],
+            BITS=bits, HAS_PLACE=index is not None, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS,
+        )  # fmt: skip
     return out, codes, scales

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, normals, parity, signs, words
-from .launch import cdiv, is_ieee, on_device, precision, upcast
+from .launch import cdiv, is_ieee, launch, precision, upcast
 from .packing import GROUP, empty_sketch, store_tile
 
 KINDS = ("gaussian", "rademacher", "hadamard")
@@ -125,11 +125,11 @@ def dense_sketch(
     z, scales = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
     if z.numel():
         grid = (blocks, cdiv(rows, 32), cdiv(columns, 64))
-        with on_device(matrix):
-            _dense_sketch_kernel[grid](
-                matrix, seed, order, count, index, z, scales,
-                tokens, blocks, block, rows, columns, matrix.stride(0), z.shape[1], rows**-0.5,
-                KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
-                IEEE=is_ieee(), TAIL=columns % GROUP != 0, UPCAST=upcast(), B_T=32, B_R=32, B_D=64, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _dense_sketch_kernel, grid,
+            matrix, seed, order, count, index, z, scales,
+            tokens, blocks, block, rows, columns, matrix.stride(0), z.shape[1], rows**-0.5,
+            KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+            IEEE=is_ieee(), TAIL=columns % GROUP != 0, UPCAST=upcast(), B_T=32, B_R=32, B_D=64,
+        )  # fmt: skip
     return z if scales is None else (z, scales)

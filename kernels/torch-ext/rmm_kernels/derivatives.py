@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, on_device
+from .launch import cdiv, launch
 from .packing import GROUP, ROWS, dither, load_codes, store_codes, tile_words, tiles
 
 _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit; the formulas need a finite x
@@ -179,12 +179,11 @@ def pack_derivative(
     (low, step), (rows, row_bytes), columns = line, codes.shape, x.shape[1]
     if codes.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
-        with on_device(x):
-            _pack_derivative_kernel[grid](
-                x, index, seed, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
-                1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
-                num_warps=4,
-            )  # fmt: skip
+        launch(
+            _pack_derivative_kernel, grid,
+            x, index, seed, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
+            1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
+        )  # fmt: skip
 
 
 def apply_derivative(
@@ -217,10 +216,9 @@ def apply_derivative(
     (rows, row_bytes), columns = codes.shape, y.shape[1]
     if codes.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
-        with on_device(y):
-            _apply_derivative_kernel[grid](
-                y, index, seed, codes, out, rows, taken, columns, y.stride(0), row_bytes, float((*parameters, 0.0)[0]),
-                *line, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
-                num_warps=4,
-            )  # fmt: skip
+        launch(
+            _apply_derivative_kernel, grid,
+            y, index, seed, codes, out, rows, taken, columns, y.stride(0), row_bytes, float((*parameters, 0.0)[0]),
+            *line, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
+        )  # fmt: skip
     return out

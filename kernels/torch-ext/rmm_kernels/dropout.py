@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import words
-from .launch import on_device
+from .launch import launch
 
 _COUNTERS = 1024  # of a tile, which has four elements for each
 
@@ -55,8 +55,15 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     x, drops = x.contiguous(), min(round(p * 2**32), 2**32 - 1)
     out = torch.empty_like(x)
     if x.numel():
-        with on_device(x):
-            _dropout_kernel[(triton.cdiv(x.numel(), 4 * _COUNTERS),)](
-                x, seed, out, x.numel(), drops - 2**31, 2**32 / (2**32 - drops), B_E=_COUNTERS, num_warps=4
-            )
+        launch(
+            _dropout_kernel,
+            (triton.cdiv(x.numel(), 4 * _COUNTERS),),
+            x,
+            seed,
+            out,
+            x.numel(),
+            drops - 2**31,
+            2**32 / (2**32 - drops),
+            B_E=_COUNTERS,
+        )
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
-from .launch import cdiv, is_ieee, on_device, places, product_type, rows_for
+from .launch import cdiv, is_ieee, launch, places, product_type, rows_for
 from .packing import (
     GROUP,
     code_bytes,
@@ -221,13 +221,13 @@ def pack_gated(
     if rows and columns:
         size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
-        with on_device(a):
-            _pack_gated_kernel[grid](
-                a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
-                columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
-                BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], HALF=_half(a.dtype),
-                IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _pack_gated_kernel, grid,
+            a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
+            columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
+            BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], HALF=_half(a.dtype),
+            IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return packed
 
 
@@ -263,13 +263,13 @@ def gate_and_pack(
     if out.numel():
         size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
-        with on_device(a):
-            _gate_kernel[grid](
-                a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
-                rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
-                ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0],
-                HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _gate_kernel, grid,
+            a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
+            rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
+            ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0],
+            HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return out, packed
 
 
@@ -299,12 +299,12 @@ def apply_gated(
     if rows and columns:
         size = rows_for(y, y.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
-        with on_device(y):
-            _apply_gated_kernel[grid](
-                y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, taken,
-                columns, y.stride(0), code_bytes(columns, bits), BITS=bits, HAS_INDEX=index is not None,
-                HAS_P=packed[0] is not None, HAS_S=packed[1] is not None,
-                HALF=product_type(y.dtype if y.dtype == torch.float32 else torch.float16), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _apply_gated_kernel, grid,
+            y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, taken,
+            columns, y.stride(0), code_bytes(columns, bits), BITS=bits, HAS_INDEX=index is not None,
+            HAS_P=packed[0] is not None, HAS_S=packed[1] is not None,
+            HALF=product_type(y.dtype if y.dtype == torch.float32 else torch.float16), IEEE=is_ieee(),
+            TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return found

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, on_device
+from .launch import cdiv, launch
 
 
 @triton.jit
@@ -67,11 +67,11 @@ def pack_mask(mask: torch.Tensor, index: torch.Tensor | None = None) -> torch.Te
     bits = torch.empty(rows, cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
     if bits.numel():
         grid = (cdiv(rows, 8), cdiv(columns, 512))
-        with on_device(mask):
-            _pack_mask_kernel[grid](
-                mask, index, bits, rows, columns, mask.stride(0),
-                HAS_INDEX=index is not None, B_N=8, B_B=64, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _pack_mask_kernel, grid,
+            mask, index, bits, rows, columns, mask.stride(0),
+            HAS_INDEX=index is not None, B_N=8, B_B=64,
+        )  # fmt: skip
     return bits
 
 
@@ -92,9 +92,9 @@ def apply_mask(y: torch.Tensor, bits: torch.Tensor, scale: float, index: torch.T
     out = (torch.empty if index is None else torch.zeros)(y.shape, dtype=y.dtype, device=y.device)
     if rows and columns:
         grid = (cdiv(rows, 16), cdiv(columns, 128))
-        with on_device(y):
-            _apply_mask_kernel[grid](
-                y, bits, index, out, rows, columns, y.stride(0), scale,
-                HAS_INDEX=index is not None, B_N=16, B_C=128, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _apply_mask_kernel, grid,
+            y, bits, index, out, rows, columns, y.stride(0), scale,
+            HAS_INDEX=index is not None, B_N=16, B_C=128,
+        )  # fmt: skip
     return out

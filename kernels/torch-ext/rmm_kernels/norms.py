@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, is_ieee, on_device, places, product_type, rows_for
+from .launch import cdiv, is_ieee, launch, places, product_type, rows_for
 from .packing import (
     GROUP,
     empty_sketch,
@@ -165,7 +165,7 @@ def _load_gradient(
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _norm_sums_kernel(
     p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rows, p_sums, n_rows, n_tiles, n_columns, stride, row_bytes,
-    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, SUMS: tl.constexpr, BITS: tl.constexpr,
+    SUMS: tl.constexpr, CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, BITS: tl.constexpr,
     HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group: the sums of γ ∘ y ∘ h and γ ∘ y over its columns, and over rows.
@@ -255,9 +255,10 @@ def _row_statistics(
     """Write 1/σ of rows, and of those that have a place to ``saved``; return their means, or None if not centered."""
     rows = rstd.shape[0]
     mean = torch.empty(rows, dtype=torch.float32, device=x.device) if centered else None
-    _row_statistics_kernel[(cdiv(rows, 4),)](
+    launch(
+        _row_statistics_kernel, (cdiv(rows, 4),),
         x, index, place, mean, rstd, saved, rows, x.shape[1], x.stride(0), eps,
-        CENTERED=centered, HAS_INDEX=index is not None, HAS_PLACE=place is not None, B_K=4, B_D=1024, num_warps=4,
+        CENTERED=centered, HAS_INDEX=index is not None, HAS_PLACE=place is not None, B_K=4, B_D=1024,
     )  # fmt: skip
     return mean
 
@@ -301,13 +302,13 @@ def pack_norm(
     if codes.numel():
         size = rows_for(x, x.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
-        with on_device(x):
-            mean = _row_statistics(x, rstd, eps, centered, index)
-            _pack_norm_kernel[grid](
-                x, index, seed, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
-                CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        mean = _row_statistics(x, rstd, eps, centered, index)
+        launch(
+            _pack_norm_kernel, grid,
+            x, index, seed, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
+            CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
+            TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return codes, scales, rstd
 
 
@@ -352,14 +353,14 @@ def normalize_and_pack(
         of_all = rstd if index is None else torch.empty(rows, dtype=torch.float32, device=x.device)
         size = rows_for(x, x.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
-        with on_device(x):
-            mean = _row_statistics(x, of_all, eps, centered, None, place, None if index is None else rstd)
-            _normalize_kernel[grid](
-                x, place, seed, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
-                codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
-                HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        mean = _row_statistics(x, of_all, eps, centered, None, place, None if index is None else rstd)
+        launch(
+            _normalize_kernel, grid,
+            x, place, seed, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
+            codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
+            HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
+            TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return out, codes, scales, rstd
 
 
@@ -407,15 +408,27 @@ def norm_gradients(
         of_rows = torch.empty(groups, 1 + centered, rows, dtype=torch.float32, device=y.device)
         how = {
             "CENTERED": centered, "HAS_INDEX": index is not None, "HAS_GAMMA": gamma is not None, "BITS": bits,
-            "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size, "num_warps": 4,
+            "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size,
         }  # fmt: skip
         shape = rows, taken, columns, y.stride(0), codes.shape[1]
-        with on_device(y):
-            _norm_sums_kernel[grid](
-                y, index, seed, gamma, codes, scales, of_rows, partial if sums else None, *shape, SUMS=sums, **how
-            )
-            _norm_backward_kernel[grid](
-                y, index, seed, gamma, codes, scales, rstd, of_rows.sum(0), x, *shape, **how
-            )  # fmt: skip
-    weight, bias = partial.sum(0, dtype=torch.float64).unbind()
-    return x, weight.float(), bias.float()
+        launch(
+            _norm_sums_kernel,
+            grid,
+            y,
+            index,
+            seed,
+            gamma,
+            codes,
+            scales,
+            of_rows,
+            partial if sums else None,
+            *shape,
+            SUMS=sums,
+            **how,
+        )
+        launch(
+            _norm_backward_kernel, grid,
+            y, index, seed, gamma, codes, scales, rstd, of_rows.sum(0), x, *shape, **how
+        )  # fmt: skip
+    weight, bias = partial.sum(0).unbind()  # of some tens of programs
+    return x, weight, bias

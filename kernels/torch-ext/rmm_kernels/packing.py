@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .draws import words
-from .launch import cdiv, is_ieee, on_device, product_type, rows_for
+from .launch import cdiv, is_ieee, launch, product_type, rows_for
 
 GROUP = 64
 ROWS = 64  # of a tile of what multiplies nothing
@@ -460,11 +460,11 @@ def pack(
     if matrix.numel():
         size = rows_for(matrix, matrix.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
-        with on_device(matrix):
-            _pack_kernel[grid](
-                matrix, seed, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], BITS=bits,
-                HALF=product_type(matrix.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _pack_kernel, grid,
+            matrix, seed, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], BITS=bits,
+            HALF=product_type(matrix.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return codes, scales
 
 
@@ -495,9 +495,9 @@ def unpack(
         size = rows_for(codes, dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
         half = product_type(dtype if dtype == torch.float32 else torch.float16)
-        with on_device(codes):
-            _unpack_kernel[grid](
-                codes, scales, seed, matrix, rows, taken, columns, codes.shape[1], BITS=bits,
-                HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _unpack_kernel, grid,
+            codes, scales, seed, matrix, rows, taken, columns, codes.shape[1], BITS=bits,
+            HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+        )  # fmt: skip
     return matrix

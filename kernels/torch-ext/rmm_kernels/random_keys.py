@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, words
-from .launch import cdiv, on_device
+from .launch import cdiv, launch
 
 _STREAM = tl.constexpr(2)
 _LAST = tl.constexpr(2**63 - 1)
@@ -38,8 +38,14 @@ def random_keys(seed: torch.Tensor, tokens: int, count: torch.Tensor | None = No
     """
     keys = torch.empty(tokens, dtype=torch.int64, device=seed.device)
     if tokens:
-        with on_device(seed):
-            _random_keys_kernel[(cdiv(tokens, 1024),)](
-                seed, count, keys, tokens, MASKED=count is not None, B_N=1024, num_warps=4
-            )
+        launch(
+            _random_keys_kernel,
+            (cdiv(tokens, 1024),),
+            seed,
+            count,
+            keys,
+            tokens,
+            MASKED=count is not None,
+            B_N=1024,
+        )
     return keys

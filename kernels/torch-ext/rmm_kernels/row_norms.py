@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, on_device
+from .launch import cdiv, launch
 
 
 @triton.jit
@@ -38,6 +38,5 @@ def row_norms(matrix: torch.Tensor) -> torch.Tensor:
     norms = torch.empty(tokens, dtype=torch.float32, device=matrix.device)
     if tokens:
         grid = (cdiv(tokens, 16),)
-        with on_device(matrix):
-            _row_norms_kernel[grid](matrix, norms, tokens, columns, matrix.stride(0), B_N=16, B_D=256, num_warps=4)
+        launch(_row_norms_kernel, grid, matrix, norms, tokens, columns, matrix.stride(0), B_N=16, B_D=256)
     return norms

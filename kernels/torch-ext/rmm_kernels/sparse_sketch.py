@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, words
-from .launch import cdiv, is_ieee, on_device
+from .launch import cdiv, is_ieee, launch
 from .packing import GROUP, empty_sketch, store_tile
 
 
@@ -67,7 +67,7 @@ def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, tor
     words = torch.empty(n_words, dtype=torch.int32, device=seed.device)
     shifts = torch.empty(n_segments, dtype=torch.int64, device=seed.device)
     grid = (cdiv(max(n_words, n_segments), 256),)
-    _hash_kernel[grid](seed, words, shifts, n_words, n_segments, rows, B_N=256, num_warps=4)
+    launch(_hash_kernel, grid, seed, words, shifts, n_words, n_segments, rows, B_N=256)
     return words, shifts
 
 
@@ -105,13 +105,13 @@ def sparse_sketch(
     tile = (16, 128) if bits is None else (32, 64)
     if z.numel():
         grid = (cdiv(rows, tile[0]), cdiv(columns, tile[1]))
-        with on_device(matrix):
-            signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
-            _sparse_sketch_kernel[grid](
-                matrix, seed, signs, shifts, order, count, index, scale, z, scales,
-                tokens, rows, columns, matrix.stride(0), z.shape[1],
-                HASHED=index is None, MASKED=order is not None, BITS=bits or 0, IEEE=is_ieee(),
-                TAIL=columns % GROUP != 0,
-                B_K=tile[0], B_D=tile[1], num_warps=4,
-            )  # fmt: skip
+        signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
+        launch(
+            _sparse_sketch_kernel, grid,
+            matrix, seed, signs, shifts, order, count, index, scale, z, scales,
+            tokens, rows, columns, matrix.stride(0), z.shape[1],
+            HASHED=index is None, MASKED=order is not None, BITS=bits or 0, IEEE=is_ieee(),
+            TAIL=columns % GROUP != 0,
+            B_K=tile[0], B_D=tile[1],
+        )  # fmt: skip
     return z if scales is None else (z, scales)

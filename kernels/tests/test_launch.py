@@ -1,0 +1,23 @@
+"""Kernels that were launched before are launched without asking Triton for them, with the same arguments."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform != "linux":  # where the test extra has Triton, and a failing import of it is a failure
+    pytest.skip("Triton has no build for this platform", allow_module_level=True)
+
+
+def test_a_known_kernel_gets_the_arguments_that_triton_would_give_it():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launch_kernels.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    equal, launches, first, second, other_tokens = done.stdout.split()
+    assert equal == "True"
+    # Both matrices are unpacked alike. Of the second one, whose pointer is not aligned, Triton is always asked.
+    assert (launches, first, second) == ("4", "3", "1")
+    assert other_tokens == "1"  # another number of tokens needs no other kernel
