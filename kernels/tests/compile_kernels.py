@@ -106,7 +106,7 @@ def cases() -> Any:
         shape |= ({} if is_indexed else {"p_index": None}) | ({} if centered else {"p_mean": None})
         affine = {"HAS_GAMMA": centered, **({} if centered else {"p_gamma": None})}
         name = f"{bits} {dtype}{'' if centered else ' RMS'}{' index' if is_indexed else ''}"
-        statistics = {key: value for key, value in shape.items() if key != "BITS"} | {"B_K": 4, "B_D": 1024}
+        statistics = {key: value for key, value in shape.items() if key != "BITS"} | {"B_K": 8, "B_D": 256}
         statistics |= {"HAS_PLACE": False, "p_place": None, "p_saved": None}
         yield f"row_statistics {name}", saved._row_statistics_kernel, dtype, statistics
         yield f"pack_norm {name}", saved._pack_norm_kernel, dtype, shape

@@ -75,6 +75,11 @@ def failure(device: str) -> str | None:
     return _failures.get(device)
 
 
+def was_tried(device: str) -> bool:
+    """Say whether it is known that kernels can be launched on a type of device, or cannot."""
+    return device in _failures
+
+
 def _launch(device: str) -> str | None:
     """Launch a kernel, on a device that is in use: the current one may be another process's."""
     count = torch.cuda.device_count() if device == "cuda" else 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from rmm_linear.backends.select import VARIABLE, backend_of, backends_of
-from rmm_linear.backends.triton import DTYPES
+from rmm_linear.backends.triton import DTYPES, was_tried
 from rmm_linear.sketches import RowSample, TokenMask
 from rmm_linear.spec import SaveSpec
 
@@ -158,7 +158,7 @@ class Operation:
     def _choose(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         device, *dtypes, _ = key
         found = self.implementation(device, *(dtype for dtype in dtypes if dtype is not None))
-        if device != "cpu" or found is not self.triton:  # which asks for the interpreter every time
+        if found is not self.triton or was_tried(device):  # on CPU, which asks for the interpreter every time
             self._chosen[key] = found
         return found
 

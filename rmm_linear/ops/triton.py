@@ -93,7 +93,7 @@ def unpacked_product(
     if mask is not None or len(codes) < y.shape[0]:
         y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
         y = y if scale == 1 else y.mul_(scale).to(dtype)
-    z = kernels().unpack(codes, scales, seed, spec.bits, columns, wide or dtype)
+    z = kernels().unpack(codes, scales, seed, int(spec.bits or 0), columns, wide or dtype)
     return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 

@@ -49,41 +49,43 @@ def seed_on(device: torch.device, seed: int | None) -> Tensor:
 
 
 def fill_seed(seeds: Tensor, seed: int | None) -> None:
-    """Write what :func:`seed_on` returns into a part of stored bytes, shape (1,), and 0 into the 8 bytes behind it."""
-    seed = draw_seed() if seed is None else seed
-    if seeds.is_cpu:
-        seeds.as_strided((2,), (1,)).copy_(torch.tensor((seed, 0)))
-    else:  # one launch, and no copy from the host
-        torch.mul(_constants(seeds.device, (1, 0)), seed, out=seeds.as_strided((2,), (1,)))
+    """Write what :func:`seed_on` returns into a tensor of shape (1,), and into what fills it up."""
+    seed, whole = draw_seed() if seed is None else seed, _filled_up(seeds)
+    if whole.is_cpu:  # as the C library writes it
+        whole[1:].zero_()
+        whole = seeds
+    whole.fill_(seed)  # one launch on a device
     _vary(seeds)
 
 
 def fill_seeds(seeds: Tensor, seed: int | None) -> None:
     """Write the seeds, int64 (n,), of several matrices that are packed together, whose errors must be independent.
 
-    What fills them up to a multiple of 16 bytes becomes 0.
+    What fills them up becomes 0.
     """
-    seed, count = draw_seed() if seed is None else seed, len(seeds)
-    if count % 2:
-        seeds.as_strided((1,), (1,), seeds.storage_offset() + count).zero_()
-    if seeds.is_cpu:
-        seeds.copy_(torch.tensor(seeds_of(seed, count)))
-    else:
-        torch.bitwise_xor(_constants(seeds.device, tuple(_numbers(count))), seed, out=seeds)
+    count, whole = len(seeds), _filled_up(seeds)
+    whole[count:].zero_()
+    if seed is None or seeds.is_cpu or is_capturing(seeds.device) or torch._C._len_torch_dispatch_stack():
+        for i, one in enumerate(seeds_of(seed, count)):
+            seeds[i].fill_(one)
+    else:  # eager code: one launch
+        torch.bitwise_xor(_numbers_on(seeds.device, count), seed, out=seeds)
     _vary(seeds)
 
 
-def _constants(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    """Return numbers on a device, which is waited for only once."""
-    if is_capturing(device) or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
-    return _cached_constants(device, numbers)
+def _filled_up(seeds: Tensor) -> Tensor:
+    """Return seeds with the 8 bytes that fill them up to a multiple of 16, where they are a part of stored bytes."""
+    count, begin = len(seeds), seeds.storage_offset()
+    even = count + count % 2
+    has_room = (begin + even) * seeds.itemsize <= seeds.untyped_storage().nbytes()
+    return seeds.as_strided((even,), (1,)) if has_room else seeds
 
 
 @functools.cache
-def _cached_constants(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+def _numbers_on(device: torch.device, count: int) -> Tensor:
+    """Return numbers on a device, which is waited for once; not for a graph that records, whose memory it would be."""
     with torch.inference_mode(False):
-        return torch.tensor(numbers, device=device)
+        return torch.tensor(_numbers(count), device=device)
 
 
 def seeds_of(seed: int | None, count: int) -> list[int]:

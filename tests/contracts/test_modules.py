@@ -62,6 +62,7 @@ WITHOUT = {
     ("attention llama", "widths"): "a rotary embedding needs an even width of heads",
     **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
     ("norm nemotron", "fused"): "how it rounds half types is not known",
+    ("gated t5", "fused"): "its dropout draws another mask",
     ("gated t5", "compile"): "an operator draws the seed, in compiled code, before dropout draws its mask",
 }
 

@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 
 from .draws import words
-from .launch import launch
+from .launch import cdiv, launch
 
 _COUNTERS = 1024  # of a tile, which has four elements for each
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_elements", "threshold"])
 def _dropout_kernel(p_x, p_seed, p_out, n_elements, threshold, scale, B_E: tl.constexpr):
     """A tile of 4 · B_E elements: word j of counter i is that of element j · B_E + i.
 
@@ -57,7 +57,7 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     if x.numel():
         launch(
             _dropout_kernel,
-            (triton.cdiv(x.numel(), 4 * _COUNTERS),),
+            (cdiv(x.numel(), 4 * _COUNTERS),),
             x,
             seed,
             out,

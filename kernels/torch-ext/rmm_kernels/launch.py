@@ -64,8 +64,8 @@ def _nothing():
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launch a kernel of four warps on the device of its first argument.
 
-    Triton takes some 15 microseconds of Python to find the compiled kernel for its arguments. Here it is found by their
-    dtypes, by the numbers that it is compiled for, and by the constants, where pointers are aligned.
+    Triton takes some 15 microseconds of Python to find the compiled kernel for its arguments. Here it is found by what
+    it is compiled for: dtypes, which pointers are aligned, the numbers that are specialised, and the constants.
 
     Args:
         kernel: What ``triton.jit`` made.
@@ -81,16 +81,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     known = _plans.get(id(kernel))
     if known is None:
         free = [parameter.do_not_specialize for parameter in kernel.params[: len(arguments)]]
-        known = _plans[id(kernel)] = free, {}
-    free, plans = known
-    pointers, key = 0, [index, *constants.values()]
+        known = _plans[id(kernel)] = kernel, free, {}
+    _, free, plans = known
+    key, aligned = [index, *constants.values()], 1
     for value, is_free in zip(arguments, free, strict=True):
         if isinstance(value, torch.Tensor):
-            pointers |= value.data_ptr()
+            aligned = 2 * aligned + (value.data_ptr() % 16 == 0)
             key.append(value.dtype)
+        elif isinstance(value, float):
+            key.append(float)
         else:
             key.append(value > _LAST if is_free else value)
-    plan = None if pointers % 16 or _has_hooks() else plans.get(tuple(key))
+    found = (*key, aligned)
+    plan = None if _has_hooks() else plans.get(found)
     if plan is not None and torch._C._cuda_getDevice() == index:
         run, function, metadata, last = plan
         stream = torch._C._cuda_getCurrentRawStream(index)
@@ -101,18 +104,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         raise TypeError(f"{kernel.__name__} must get its constants in their order, {names}, got {[*constants]}.")
     with _on(device):
         compiled = kernel[grid](*arguments, **constants, num_warps=4)
-    if not pointers % 16:
-        plans[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
+    plans[found] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
 
 
 _LAST = 2**31 - 1  # of a 32-bit number
-# By a kernel's id: which arguments are not specialised, and compiled kernels.
-_plans: dict[int, tuple[list[bool], dict[tuple[Any, ...], tuple[Any, ...]]]] = {}
+# By a kernel's id: the kernel, which arguments are not specialised, and what was compiled.
+_plans: dict[int, tuple[Any, list[bool], dict[tuple[Any, ...], tuple[Any, ...]]]] = {}
 
 
 def _index(tensor: torch.Tensor) -> int | None:
-    """The number of a CUDA device; None of another one."""
-    return tensor.device.index if tensor.is_cuda else None
+    """The number of a CUDA device; None of another one, and on AMD, where compilers ask for more than the key has."""
+    return tensor.device.index if tensor.is_cuda and torch.version.hip is None else None
 
 
 def _has_hooks() -> bool:

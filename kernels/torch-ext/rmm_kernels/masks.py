@@ -7,7 +7,7 @@ import triton.language as tl
 from .launch import cdiv, launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _pack_mask_kernel(
     p_m, p_index, p_bits, n_rows, n_columns, stride, HAS_INDEX: tl.constexpr, B_N: tl.constexpr, B_B: tl.constexpr
 ):  # fmt: skip
@@ -30,7 +30,7 @@ def _pack_mask_kernel(
     tl.store(p_bits + o_n[:, None] * n_bytes + o_b[None, :], b_bits.to(tl.uint8), mask=m_b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _apply_mask_kernel(
     p_y, p_bits, p_index, p_out, n_rows, n_columns, stride, scale,
     HAS_INDEX: tl.constexpr, B_N: tl.constexpr, B_C: tl.constexpr,

@@ -256,9 +256,9 @@ def _row_statistics(
     rows = rstd.shape[0]
     mean = torch.empty(rows, dtype=torch.float32, device=x.device) if centered else None
     launch(
-        _row_statistics_kernel, (cdiv(rows, 4),),
+        _row_statistics_kernel, (cdiv(rows, 8),),
         x, index, place, mean, rstd, saved, rows, x.shape[1], x.stride(0), eps,
-        CENTERED=centered, HAS_INDEX=index is not None, HAS_PLACE=place is not None, B_K=4, B_D=1024,
+        CENTERED=centered, HAS_INDEX=index is not None, HAS_PLACE=place is not None, B_K=8, B_D=256,
     )  # fmt: skip
     return mean
 
@@ -430,5 +430,5 @@ def norm_gradients(
             _norm_backward_kernel, grid,
             y, index, seed, gamma, codes, scales, rstd, of_rows.sum(0), x, *shape, **how
         )  # fmt: skip
-    weight, bias = partial.sum(0).unbind()  # of some tens of programs
-    return x, weight, bias
+    # Of some tens of programs; two sums, because results of an operator share no memory.
+    return x, partial[:, 0].sum(0), partial[:, 1].sum(0)

@@ -11,7 +11,7 @@ _STREAM = tl.constexpr(2)
 _LAST = tl.constexpr(2**63 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _random_keys_kernel(p_seed, p_count, p_keys, n_tokens, MASKED: tl.constexpr, B_N: tl.constexpr):
     """B_N keys.
 

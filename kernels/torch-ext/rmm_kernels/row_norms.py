@@ -7,7 +7,7 @@ import triton.language as tl
 from .launch import cdiv, launch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tokens"])
 def _row_norms_kernel(p_m, p_norms, n_tokens, n_columns, stride, B_N: tl.constexpr, B_D: tl.constexpr):
     """B_N rows.
 
