@@ -9,9 +9,9 @@ the generator goes back to this state for the second forward pass, and then to w
 
 Memory of the backward pass: one call of a kernel has queries, keys, values, output and three gradients, 3 + 4 r times
 the bytes of the queries where keys have r of them. Where that is more than five times, large tensors are handled in
-parts, a few sequences or heads at a time, and the gradients of a part overwrite the rows that it has read. That takes
-8 % more time on an H200, in four parts. With dropout, a part has to begin at its own random numbers. Those of two
-kernels follow from the number of scores, or heads, before it:
+parts, a few sequences or heads at a time, and the gradients of a part overwrite the rows that it has read. With
+dropout, a part has to begin at its own random numbers. Those of two kernels follow from the number of scores, or heads,
+before it:
 
     FLASH_ATTENTION       32 for each head                          (flash_attn/dropout.h)
     EFFICIENT_ATTENTION   one for each score                        (mem_eff_attention/kernel_forward.h)
@@ -243,11 +243,12 @@ def _kernel_for_gradients(
     if width % _MULTIPLE or value.shape[-1] % _MULTIPLE:
         return None
     is_aligned = not (spec.is_causal and query.shape[2] != key.shape[2])  # the flash kernel aligns the last tokens
-    if is_half and mask is None and is_aligned and width == value.shape[-1] <= _WIDEST:
-        choice = chosen_kernel(query, key, value, None, spec, query.shape[1] != key.shape[1])
-        if choice in (FLASH, CUDNN):
-            return FLASH
-    if query.shape[1] != key.shape[1]:  # as they are when repeated, for which the values do not matter
+    shares = query.shape[1] != key.shape[1]
+    if is_half and is_aligned and width == value.shape[-1] <= _WIDEST and not (shares and mask is not None):
+        choice = chosen_kernel(query, key, value, mask, spec, shares)
+        if choice == CUDNN or (choice == FLASH and mask is None):
+            return choice
+    if shares:  # as they are when repeated, for which the values do not matter
         key, value = (one.new_empty(one.shape[0], query.shape[1], *one.shape[2:]) for one in (key, value))
     return EFFICIENT if chosen_kernel(query, key, value, mask, spec, False) in KERNELS else None
 

@@ -92,11 +92,13 @@ def test_the_output_is_that_of_pytorch_and_the_gradients_have_its_dropout(kernel
     assert relative(found[1], expected[1]) < ERROR
 
 
-@pytest.mark.parametrize("kernel", [FLASH, EFFICIENT], ids=str)
+@pytest.mark.parametrize("kernel", [FLASH, EFFICIENT, CUDNN], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "shared heads"])
 @pytest.mark.parametrize("batch", [2, 6])
 @pytest.mark.parametrize("p", [0.0, P])
 def test_parts_of_a_backward_pass_drop_what_the_whole_drops(kernel, kind, batch, p, monkeypatch):
+    if p and kernel == CUDNN:
+        pytest.skip("with dropout, its backward pass is one call")
     q, k, v, y, mask = inputs(kind, torch.float16, batch)
     allowed(kernel, kind, (q, k, v, y, mask))
     if p == 0:
