@@ -95,6 +95,11 @@ def cases() -> Any:
         name, shape = " ".join((str(bits), dtype, *tail)), {"BITS": bits, "B_K": 64, "TAIL": bool(tail)}
         yield f"pack {name}", pack, dtype, shape
         yield f"unpack {name}", unpack, dtype, shape
+    normal = sys.modules["rmm_linear.kernels.normal"]
+    for bits, dtype in ((2, "*bf16"), (1.6, "*bf16"), (1, "*fp16"), (2, "*fp32")):
+        shape = {"LEVELS": {2: 4, 1.6: 3, 1: 2}[bits], "SIZE": normal.GROUP_BYTES[bits], "WHOLE": True, "B_K": 64}
+        yield f"encode_normal {bits} {dtype}", normal._encode_normal_kernel, dtype, shape
+        yield f"decode_normal {bits} {dtype}", normal._decode_normal_kernel, dtype, shape
     yield "hash", module["sparse_sketch"]._hash_kernel, "*i64", {"B_N": 256}
     yield "random_keys", keys, "*i64", {"MASKED": True, "B_N": 1024}
     saved = sys.modules["rmm_linear.kernels.norms"]
@@ -159,15 +164,22 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
     names = kernel.arg_names
     dtype, made = (dtype.split() * 2)[:2]  # of the matrix, and of the sketch
     is_cuda, half = target.backend == "cuda", {"*bf16": tl.bfloat16, "*fp16": tl.float16}.get(dtype, tl.float32)
-    if half != tl.float32 and kernel.__name__ != "_pack_kernel":
+    if half != tl.float32 and kernel.__name__ not in ("_pack_kernel", "_encode_normal_kernel"):
         # What is packed is multiplied in its own dtype, what is unpacked and small in the more exact one.
         half = tl.bfloat16 if kernel.__name__ in ("_pack_gated_kernel", "_gate_kernel") else tl.float16
+    if "normal_kernel" in kernel.__name__ and half == tl.float32:
+        half = tl.bfloat16  # in two parts
     defaults = {"PRECISION": "tf32x3" if is_cuda else "ieee", "IEEE": not is_cuda, "TAIL": False, "HALF": half}
     constants = {name: value for name, value in (defaults | constants).items() if name in names}
-    if "p_scales" in names and constants.get("B_K") == 64 and "square" not in kernel.__name__:  # as it is launched
+    if (
+        "BITS" in constants and "p_scales" in names and constants.get("B_K") == 64 and "square" not in kernel.__name__
+    ):  # as it is launched
         is_heavy = "gate" in kernel.__name__ or constants["TAIL"]
         tile_rows = sys.modules["rmm_linear.kernels.launch"].tile_rows
-        constants["B_K"] = tile_rows(dtype == "*fp32", is_heavy, is_cuda and target.arch >= 90)
+        constants["B_K"] = tile_rows(dtype == "*fp32", is_heavy, _is_asynchronous(target))
+    if "normal_kernel" in kernel.__name__:
+        shape = sys.modules["rmm_linear.kernels.normal"].normal_shape
+        constants["B_K"] = shape(dtype == "*fp32", _is_asynchronous(target))[0]
     is_whole = not constants.get("TAIL")
     signature, aligned = {}, []
     for place, name in enumerate(names):
@@ -192,7 +204,21 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    return triton.compile(source, target=target, options={"num_warps": 4})
+    return triton.compile(source, target=target, options={"num_warps": warps(kernel, target)})
+
+
+def warps(kernel: Any, target: GPUTarget) -> int:
+    """Return the warps of a program, as it is launched."""
+    return 8 if "normal_kernel" in kernel.__name__ and not _is_asynchronous(target) else 4
+
+
+def _is_asynchronous(target: GPUTarget) -> bool:
+    return target.backend == "cuda" and target.arch >= 90
+
+
+def targets_of(name: str) -> list[str]:
+    """Return the targets on which a variant is launched: on AMD, PyTorch makes normal codes, which spilled there."""
+    return [target for target in TARGETS if target != "gfx942" or not name.startswith("encode_normal")]
 
 
 def wanted(few: bool) -> Any:
@@ -200,7 +226,7 @@ def wanted(few: bool) -> Any:
     seen = set()
     for case in cases():
         if not few or case[1] not in seen:
-            yield from ((case, name) for name in TARGETS if not few or name in FEW)
+            yield from ((case, name) for name in targets_of(case[0]) if not few or name in FEW)
         elif case[0] in LIMITS:
             yield case, "sm_90"
         seen.add(case[1])
@@ -213,7 +239,7 @@ def main() -> None:
         target = TARGETS[target_name]
         compiled = compile_case(kernel, dtype, constants, target)
         row = {"name": name, "target": target_name, "moved": moved(name, dtype, constants), **resources(compiled)}
-        row |= instructions(compiled, name.split()[0], constants)
+        row |= instructions(compiled, name.split()[0], constants, warps(kernel, target))
         row["wide_loads"] = len(re.findall(r"ld\.global\.\S*(?:v4\.b32|v2\.b64)", compiled.asm.get("ptx", "")))
         print(json.dumps(row), flush=True)
 

@@ -146,6 +146,23 @@ def pack_and_unpack(
     ]
 
 
+def encode_and_decode(device: str, bits: float, columns: int, dtype: torch.dtype, rows: int = 37) -> list[Check]:
+    """Compare normal codes, and what they are decoded to; a row of zeros, and one that is not finite."""
+    make = Inputs(device)
+    z = make.matrix(rows, columns, dtype)
+    z[3], z[5, columns // 2] = 0, math.nan
+    found, expected = kernels().encode_normal(z, bits, make.seed), packing.encode(z, bits, make.seed)
+    finite = torch.arange(rows, device=device) != 5
+    restored = kernels().decode_normal(*expected, make.seed, bits, columns, dtype)
+    wanted = packing.decode(*expected, make.seed, bits, columns, dtype)
+    return [
+        same("scales", found[1], expected[1], limit=_SCALES),
+        same("codes", found[0][finite], expected[0][finite], limit=0.002),
+        close("decoded", restored[finite], wanted[finite], dtype),
+        same("not finite", restored[5].isfinite(), wanted[5].isfinite()),
+    ]
+
+
 def packed_as_made(device: str, kind: str, bits: int, mask: str, block: int | None = None) -> list[Check]:
     """Compare the packing epilogue of a sketch with packing the finished one."""
     make, rows = Inputs(device), 11

@@ -64,6 +64,10 @@ def _packed(bits: int) -> list[Any]:
     return [f"{bits}/8", "1/64"]
 
 
+def _normal(constants: dict[str, Any]) -> list[Any]:
+    return [f"{constants['SIZE']}/128", "1/128"]
+
+
 def _kept(made: int, constants: dict[str, Any]) -> list[Any]:
     """What a sketch writes."""
     bits = constants["BITS"]
@@ -99,6 +103,8 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "pack": lambda read, made, c: [read, *_packed(c["BITS"])],
     "unpack": lambda read, made, c: [*_packed(c["BITS"]), made],
     "row_statistics": lambda read, made, c: [read, f"{1 + c['CENTERED']} · 4/{COLUMNS}"],
+    "encode_normal": lambda read, made, c: [read, *_normal(c)],
+    "decode_normal": lambda read, made, c: [*_normal(c), made],
     "pack_norm": lambda read, made, c: [read, *_packed(c["BITS"]), f"{1 + c['CENTERED']} · 4/{COLUMNS}"],
     "norm_sums": _norm_sums,
     "norm_backward": _norm_backward,

@@ -67,6 +67,9 @@ def comparisons() -> dict[str, Comparison]:
     for shape in ((1, 1), (17, 300), (40, 256)):
         for dtype in DTYPES:
             add(compare.row_norms, shape, dtype)
+    for bits in (2, 1.6, 1):
+        for columns, dtype in ((128, torch.float32), (300, torch.float32), (70, torch.bfloat16), (256, torch.float16)):
+            add(compare.encode_and_decode, bits, columns, dtype)
     for kind in SAMPLERS:
         for mask in MASKS:
             add(compare.sampled, kind, mask, None)

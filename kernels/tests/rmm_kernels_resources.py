@@ -24,17 +24,17 @@ LIMITS = {
     "pack_mask *u8": 12, "apply_mask *bf16": 14,
 }  # fmt: skip
 PER_BYTE = 9.9  # 29.7e12 instructions of lanes per second, 3e12 bytes
-_WARPS = 4
 _NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 
 
-def instructions(compiled: Any, kernel: str, constants: dict[str, Any]) -> dict[str, Any]:
+def instructions(compiled: Any, kernel: str, constants: dict[str, Any], warps: int) -> dict[str, Any]:
     """Count instructions of lanes per element of a tile.
 
     Args:
         compiled: Result of triton.compile.
         kernel: The name's first word.
         constants: The variant's constants.
+        warps: Of a program.
 
     Returns:
         ``instructions_per_element``: in loops, or of a kernel without loops, all; ``outside_per_tile``: outside of
@@ -45,7 +45,7 @@ def instructions(compiled: Any, kernel: str, constants: dict[str, Any]) -> dict[
         return {}
     lines, loops = _code(compiled.asm["cubin"])
     sizes = tile_sizes(kernel, constants)
-    factor, of_loops = 32 * _WARPS, [end - begin + 1 for begin, end in loops]
+    factor, of_loops = 32 * warps, [end - begin + 1 for begin, end in loops]
     if not of_loops:
         inside, outside = len(lines) * factor / sizes[-1], 0.0
     else:  # of a loop over blocks of another size, the first one
@@ -70,6 +70,8 @@ def tile_sizes(kernel: str, constants: dict[str, Any]) -> list[int]:
         return [size]
     if kernel == "pack_mask":
         return [number("B_N", 1) * 8 * number("B_B", 1)]
+    if kernel.endswith("_normal"):
+        return [128 * number("B_K", 1)]
     return [4 * number("B_E", 1)] if kernel == "dropout" else [64 * number("B_K", 1)]
 
 

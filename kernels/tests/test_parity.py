@@ -41,7 +41,9 @@ def test_kernel_equals_its_reference(title):
 def test_every_kernel_is_compared():
     """With every kind, width, mask and dtype: a comparison that is left out would be missed nowhere else."""
     words = {word for title in COMPARISONS for word in title.split()}
-    functions = "countsketch gathered gaussian rademacher hadamard pack_and_unpack row_norms derivative"
+    functions = (
+        "countsketch gathered gaussian rademacher hadamard pack_and_unpack encode_and_decode row_norms derivative"
+    )
     functions += " random_keys layer scaled_rows sampled packed_as_made masked_rows_unread strides pack_norm"
     functions += " norm_gradients norm_strides pack_and_apply_mask strided_masks gated_products gated_halves activated"
     functions += " normalized normalized_in_one_loop gated seeded_dropout"

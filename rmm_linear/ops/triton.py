@@ -43,11 +43,15 @@ def sketch(
 
 def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does, by a kernel that stores codes only."""
-    if spec.kind not in KINDS or packing.is_normal(spec.bits):
+    if spec.kind not in KINDS:
         return plain.packed_sketch(matrix, seed, spec, mask)
-    if spec.kept_rows(matrix.shape[0]) < matrix.shape[0]:
-        return _sketch(matrix, seed, spec, mask, bits=packing.check_bits(int(spec.bits or 0)))
-    return pack(matrix if mask is None else mask.compact(matrix), packing.check_bits(int(spec.bits or 0)), seed)
+    bits = packing.check_code(spec.bits)
+    if spec.kept_rows(matrix.shape[0]) >= matrix.shape[0]:
+        return encode(matrix if mask is None else mask.compact(matrix), bits, seed)
+    if not packing.is_normal(bits):
+        return _sketch(matrix, seed, spec, mask, bits=int(bits))
+    wide = torch.float32 if matrix.dtype == torch.float16 else None  # whose sums may exceed it
+    return encode(_sketch(matrix, seed, spec, mask, dtype=wide), bits, seed)
 
 
 def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
@@ -86,14 +90,12 @@ def unpacked_product(
     y: Tensor, codes: Tensor, scales: Tensor, seed: Tensor, spec: SaveSpec, columns: int, mask: TokenMask | None
 ) -> Tensor:
     """Return (SᵀY)ᵀ unpack(Z) as :func:`rmm_linear.ops.plain.unpacked_product` does."""
-    if packing.is_normal(spec.bits):
-        return plain.unpacked_product(y, codes, scales, seed, spec, columns, mask)
     scale, dtype = fp16_scale(y.dtype, y.shape[0], len(codes)), y.dtype
     wide = None if scale == 1 else torch.float32
     if mask is not None or len(codes) < y.shape[0]:
         y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
         y = y if scale == 1 else y.mul_(scale).to(dtype)
-    z = kernels().unpack(codes, scales, seed, int(spec.bits or 0), columns, wide or dtype)
+    z = decode(codes, scales, seed, packing.check_code(spec.bits), columns, wide or dtype)
     return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 
@@ -120,15 +122,21 @@ def unpack(
 
 def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Encode as :func:`rmm_linear.packing.encode` does."""
-    return packing.encode(matrix, bits, seed) if packing.is_normal(bits) else pack(matrix, int(bits), seed)
+    if not packing.is_normal(bits):
+        return pack(matrix, int(bits), seed)
+    if torch.version.hip is not None:  # whose registers do not hold a tile beside the rotations
+        return packing.encode(matrix, bits, seed)
+    return kernels().encode_normal(matrix, bits, seed)
 
 
 def decode(
     codes: Tensor, scales: Tensor, seed: Tensor, bits: float, columns: int, dtype: torch.dtype, *, rotated: bool = False
 ) -> Tensor:
     """Decode as :func:`rmm_linear.packing.decode` does."""
-    run = packing.decode if packing.is_normal(bits) else unpack
-    return run(codes, scales, seed, bits, columns, dtype, rotated=rotated)  # pyright: ignore[reportArgumentType]
+    if rotated:
+        return packing.decode(codes, scales, seed, bits, columns, dtype, rotated=True)
+    run = kernels().decode_normal if packing.is_normal(bits) else kernels().unpack
+    return run(codes, scales, seed, bits, columns, dtype)
 
 
 def directed(
@@ -150,20 +158,16 @@ def _encode_parts(part: Callable[[int, int], Tensor], shape: Any, bits: float, s
 
 
 def _decode_parts(codes: Tensor, scales: Tensor, *how: Any) -> Callable[[int, int], Tensor]:
-    values = decode(codes, scales, *how, rotated=packing.is_normal(how[1]))
+    values = decode(codes, scales, *how)
     return lambda begin, end: values[begin:end]
 
 
-def _rotate(matrix: Tensor, seed: Tensor, bits: float) -> Tensor:
-    """Rotate as the kernels leave the groups: they undo the rotation of symmetric codes as they decode them."""
-    return packing.rotate(matrix, seed, bits) if packing.is_normal(bits) else matrix
+def _as_it_is(matrix: Tensor, *_: Any) -> Tensor:
+    """Return a matrix: the kernels undo rotations as they decode."""
+    return matrix
 
 
-def _unrotate(matrix: Tensor, seed: Tensor, bits: float, columns: int) -> Tensor:
-    return packing.unrotate(matrix, seed, bits, columns) if packing.is_normal(bits) else matrix
-
-
-_CODER = plain.Coder(_encode_parts, encode, _decode_parts, decode, _rotate, _unrotate)
+_CODER = plain.Coder(_encode_parts, encode, _decode_parts, decode, _as_it_is, _as_it_is)
 
 
 def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
@@ -181,7 +185,7 @@ def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
 def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: float) -> tuple[Tensor, Tensor]:
     """Pack sampled rows as :func:`rmm_linear.ops.plain.packed_rows` does."""
     if packing.is_normal(bits):
-        return plain.packed_rows(matrix, seed, sample, bits)
+        return encode(gather_rows(matrix, sample), bits, seed)
     index, scale = sample
     return kernels().sparse_sketch(
         matrix, seed, len(index), index=index, scale=scale, bits=packing.check_bits(int(bits))

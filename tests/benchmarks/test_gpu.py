@@ -20,10 +20,10 @@ from benchmarks.records import RESULTS, Parity, read_rows
 
 NEVER = float("inf")
 NAMES = """
-from compile_kernels import TARGETS, cases
+from compile_kernels import cases, targets_of
 from rmm_kernels_moved import moved
 for name, _, dtype, constants in cases():
-    for target in TARGETS:
+    for target in targets_of(name):
         print(name, target, moved(name, dtype, constants), sep=";")
 """
 

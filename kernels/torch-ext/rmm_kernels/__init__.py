@@ -6,6 +6,7 @@ from .derivatives import apply_derivative, pack_derivative
 from .dropout import dropout
 from .gated import apply_gated, gate_and_pack, pack_gated
 from .masks import apply_mask, pack_mask
+from .normal import decode_normal, encode_normal
 from .norms import norm_gradients, normalize_and_pack, pack_norm
 from .packing import pack, unpack
 from .random_keys import random_keys
@@ -17,8 +18,10 @@ __all__ = [
     "apply_derivative",
     "apply_gated",
     "apply_mask",
+    "decode_normal",
     "dense_sketch",
     "dropout",
+    "encode_normal",
     "gate_and_pack",
     "norm_gradients",
     "normalize_and_pack",

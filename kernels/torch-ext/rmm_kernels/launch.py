@@ -42,8 +42,12 @@ def tile_rows(is_single: bool, is_heavy: bool, is_asynchronous: bool) -> int:
 
 def rows_for(tensor: torch.Tensor, dtype: torch.dtype, is_heavy: bool) -> int:
     """See tile_rows; ``tensor`` lies on the device."""
-    is_asynchronous = tensor.is_cuda and _is_asynchronous(tensor.device.index)
-    return tile_rows(dtype == torch.float32, is_heavy, is_asynchronous)
+    return tile_rows(dtype == torch.float32, is_heavy, is_asynchronous(tensor))
+
+
+def is_asynchronous(tensor: torch.Tensor) -> bool:
+    """Whether products on the device of a tensor read their matrices from shared memory."""
+    return tensor.is_cuda and _is_asynchronous(tensor.device.index)
 
 
 @functools.cache
@@ -61,8 +65,8 @@ def _nothing():
     pass
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch a kernel of four warps on the device of its first argument.
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    """Launch a kernel on the device of its first argument.
 
     Triton takes some 15 microseconds of Python to find the compiled kernel for its arguments. Here it is found by what
     it is compiled for: dtypes, which pointers are aligned, the numbers that are specialised, and the constants.
@@ -71,19 +75,20 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         kernel: What ``triton.jit`` made.
         grid: Programs in each dimension.
         arguments: Tensors, numbers and None for all but the constants, in the kernel's order.
+        num_warps: Warps of a program.
         constants: Its ``tl.constexpr``, in the kernel's order.
     """
     device, index = arguments[0].device, _index(arguments[0])
     if index is None or not isinstance(kernel, triton.JITFunction):
         with _on(device):
-            kernel[grid](*arguments, **constants, num_warps=4)
+            kernel[grid](*arguments, **constants, num_warps=num_warps)
         return
     known = _plans.get(id(kernel))
     if known is None:
         free = [parameter.do_not_specialize for parameter in kernel.params[: len(arguments)]]
         known = _plans[id(kernel)] = kernel, free, {}
     _, free, plans = known
-    key, aligned = [index, *constants.values()], 1
+    key, aligned = [index, num_warps, *constants.values()], 1
     for value, is_free in zip(arguments, free, strict=True):
         if isinstance(value, torch.Tensor):
             aligned = 2 * aligned + (value.data_ptr() % 16 == 0)
@@ -103,7 +108,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if names != [*constants]:
         raise TypeError(f"{kernel.__name__} must get its constants in their order, {names}, got {[*constants]}.")
     with _on(device):
-        compiled = kernel[grid](*arguments, **constants, num_warps=4)
+        compiled = kernel[grid](*arguments, **constants, num_warps=num_warps)
     plans[found] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
 
 

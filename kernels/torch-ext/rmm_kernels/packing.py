@@ -36,7 +36,7 @@ def _scale_byte(b_least):
 
 
 @triton.jit
-def _power_of(b_byte):
+def power_of(b_byte):
     """The scale that a byte, int32, stands for; of 0 and 255 the number that would be next."""
     b_line = b_byte.to(tl.float32)
     return tl.exp2(tl.maximum(tl.minimum(0.125 * b_line - 19.125, 4.0 * b_line - 54.0), 4.0 * b_line - 984.0))
@@ -45,7 +45,7 @@ def _power_of(b_byte):
 @triton.jit
 def scale_of(b_byte):
     """The scale that a byte, int32, stands for; 0 and NaN too."""
-    b_scale = tl.where(b_byte == 255, float("nan"), _power_of(b_byte))
+    b_scale = tl.where(b_byte == 255, float("nan"), power_of(b_byte))
     return tl.where(b_byte == 0, 0.0, b_scale)
 
 
@@ -144,7 +144,7 @@ def _store_group(
     # Of a NaN or an infinity, the rotation makes NaN or infinite of all 64.
     b_byte = _scale_byte(tl.max(tl.abs(b_z), axis=1) * SHARE)
     tl.store(p_scales + o_k * n_groups + i_g, b_byte.to(tl.uint8), mask=m_k)
-    b_inverse = 1.0 / _power_of(b_byte)
+    b_inverse = 1.0 / power_of(b_byte)
     # The sum is at least 1/2 and rounded to a whole number, by the last bit of 3 · 2²²: that of the code.
     b_code = b_z * b_inverse[:, None] + (MIDDLE - 0.5) + dither(b_row, b_column, MIXED)
     b_code = (b_code + 12582911.0).to(tl.int32, bitcast=True)
@@ -219,7 +219,7 @@ def _store_short(
     b_top = tl.max(b_z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     b_byte = _scale_byte(b_top.to(tl.float32, bitcast=True) * SHARE)
     tl.store(p_scales + o_k * n_groups + i_g, b_byte.to(tl.uint8), mask=m_k)
-    b_codes = b_z * (1.0 / _power_of(b_byte))[:, None] + (MIDDLE - 1.0) + dither(b_row, b_column, MIXED)
+    b_codes = b_z * (1.0 / power_of(b_byte))[:, None] + (MIDDLE - 1.0) + dither(b_row, b_column, MIXED)
     b_codes = tl.where((b_byte == 255)[:, None], 0.0, tl.floor(b_codes))  # a NaN would reach the others' bytes
     p_bytes = p_codes + o_k * row_bytes + i_g * (8 * BITS)
     if BITS == 3:
