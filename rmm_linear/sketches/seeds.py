@@ -61,15 +61,15 @@ def fill_seed(seeds: Tensor, seed: int | None) -> None:
 def fill_seeds(seeds: Tensor, seed: int | None) -> None:
     """Write the seeds, int64 (n,), of several matrices that are packed together, whose errors must be independent.
 
-    What fills them up becomes 0.
+    What fills them up becomes 0, or in eager code on a device the seed.
     """
     count, whole = len(seeds), _filled_up(seeds)
-    whole[count:].zero_()
     if seed is None or seeds.is_cpu or is_capturing(seeds.device) or torch._C._len_torch_dispatch_stack():
+        whole[count:].zero_()
         for i, one in enumerate(seeds_of(seed, count)):
             seeds[i].fill_(one)
-    else:  # eager code: one launch
-        torch.bitwise_xor(_numbers_on(seeds.device, count), seed, out=seeds)
+    else:  # one launch
+        torch.bitwise_xor(_numbers_on(seeds.device, count, len(whole)), seed, out=whole)
     _vary(seeds)
 
 
@@ -82,10 +82,10 @@ def _filled_up(seeds: Tensor) -> Tensor:
 
 
 @functools.cache
-def _numbers_on(device: torch.device, count: int) -> Tensor:
+def _numbers_on(device: torch.device, count: int, size: int) -> Tensor:
     """Return numbers on a device, which is waited for once; not for a graph that records, whose memory it would be."""
     with torch.inference_mode(False):
-        return torch.tensor(_numbers(count), device=device)
+        return torch.tensor([*_numbers(count), *[0] * (size - count)], device=device)
 
 
 def seeds_of(seed: int | None, count: int) -> list[int]:
