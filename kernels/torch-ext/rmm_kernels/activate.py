@@ -16,6 +16,7 @@ from .packing import (
     GROUP,
     ROWS,
     empty_sketch,
+    program_place,
     rotation,
     row_words,
     store_codes,
@@ -85,10 +86,7 @@ def _activate_kernel(
     p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed: int64 (1,). p_out: (N, C),
     contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see _pack_derivative_kernel.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -119,11 +117,8 @@ def _square_kernel(
 
     p_x, p_place, p_seed, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    begin = (tl.program_id(0) // n_groups).to(tl.int64) * B_K
+    i_g, o_j, begin = program_place(n_columns, 1, B_K)
     o_n = begin + tl.arange(0, B_K)
-    o_j = i_g * 64 + tl.arange(0, 64)
     m_n = o_n < n_rows
     m_x = m_n[:, None] & (o_j < n_columns)[None, :]
     o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n

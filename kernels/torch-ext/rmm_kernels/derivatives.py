@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, launch
-from .packing import GROUP, ROWS, dither, load_codes, store_codes, tile_words, tiles
+from .packing import GROUP, ROWS, dither, load_codes, program_place, store_codes, tile_words, tiles
 
 _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit; the formulas need a finite x
 
@@ -102,10 +102,7 @@ def _pack_derivative_kernel(
     p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_codes: uint8 (n, row_bytes).
     parameter: α or slope. low: of the range. inverse: 1 / step.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -130,10 +127,7 @@ def _apply_derivative_kernel(
 
     p_y: (N, C), rows ``stride`` apart. p_out: (N, C), contiguous. step: of the codes. The others: as for packing.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)

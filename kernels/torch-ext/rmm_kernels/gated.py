@@ -5,12 +5,13 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
-from .launch import cdiv, is_ieee, launch, places, product_type, rows_for
+from .launch import cdiv, is_ieee, launch, places, product_type, rows_for, small_type
 from .packing import (
     GROUP,
     code_bytes,
     empty_sketch,
     load_packed,
+    program_place,
     rotation,
     row_words,
     store_packed,
@@ -51,10 +52,7 @@ def _pack_gated_kernel(
     p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s.
     p_codes, p_scales, p_s_codes, p_s_scales: see store_packed. HALF: the dtype of tiles' products, see rotated.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     if HAS_P:
         b_rotation_p = rotation(p_seed, HALF)
     if HAS_S:
@@ -95,10 +93,7 @@ def _gate_kernel(
 
     p_place: int64 (N,), the row of codes, or −1. p_out: (N, C), contiguous. The others: see _pack_gated_kernel.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     if HAS_P:
         b_rotation_p = rotation(p_seed, HALF)
     if HAS_S:
@@ -148,10 +143,7 @@ def _apply_gated_kernel(
     p_y: (N, C), rows ``stride`` apart. p_index, p_seed: see _pack_gated_kernel. p_da, p_db: (N, C), contiguous. The
     others: see load_packed.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     if HAS_P:
         b_rotation_p = rotation(p_seed, HALF, True)
     if HAS_S:
@@ -304,7 +296,7 @@ def apply_gated(
             y, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), *found, rows, taken,
             columns, y.stride(0), code_bytes(columns, bits), BITS=bits, HAS_INDEX=index is not None,
             HAS_P=packed[0] is not None, HAS_S=packed[1] is not None,
-            HALF=product_type(y.dtype if y.dtype == torch.float32 else torch.float16), IEEE=is_ieee(),
+            HALF=small_type(y.dtype), IEEE=is_ieee(),
             TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return found

@@ -31,6 +31,11 @@ def product_type(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if upcast() or dtype == torch.float32 else _TYPES[dtype]
 
 
+def small_type(dtype: torch.dtype) -> tl.dtype:
+    """The same of what float16 holds, as normalized rows and codes: it is the more exact half type."""
+    return product_type(dtype if dtype == torch.float32 else torch.float16)
+
+
 def tile_rows(is_single: bool, is_heavy: bool, is_asynchronous: bool) -> int:
     """Rows of a tile that fit into registers.
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .draws import words
 from .launch import cdiv, is_asynchronous, is_ieee, launch, product_type
-from .packing import power_of, rotated, scale_of, tile_words, tiles
+from .packing import power_of, rotated, scale_line, scale_of, tile_words, tiles
 
 GROUP = 128
 GROUP_BYTES = {2: 32, 1.6: 26, 1: 16}
@@ -39,9 +39,7 @@ def _rotations(p_seed, DTYPE: tl.constexpr, BACK: tl.constexpr):
 @triton.jit
 def _rounded_scale(b_scale, b_chance):
     """The byte, int32, below or above a scale, with the probabilities that make it the mean; 255 beyond the last."""
-    b_log = tl.log2(tl.maximum(b_scale, 1.1754943508222875e-38))
-    b_line = tl.minimum(tl.maximum(8.0 * b_log + 153.0, 0.25 * b_log + 13.5), 0.25 * b_log + 246.0)
-    b_low = tl.minimum(tl.maximum(tl.floor(b_line), 0.0), 253.0).to(tl.int32)
+    b_low = tl.minimum(tl.maximum(tl.floor(scale_line(b_scale)), 0.0), 253.0).to(tl.int32)
     b_below, b_above = tl.where(b_low == 0, 0.0, power_of(b_low)), power_of(b_low + 1)
     b_byte = b_low + (b_chance * (b_above - b_below) < b_scale - b_below).to(tl.int32)
     return tl.where(b_scale <= power_of(tl.full((), 254, tl.int32)), b_byte, 255)

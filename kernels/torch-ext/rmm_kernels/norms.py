@@ -4,11 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, is_ieee, launch, places, product_type, rows_for
+from .launch import cdiv, is_ieee, launch, places, rows_for, small_type
 from .packing import (
     GROUP,
     empty_sketch,
     load_packed,
+    program_place,
     rotation,
     row_words,
     store_packed,
@@ -87,10 +88,7 @@ def _pack_norm_kernel(
     p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_mean, p_rstd: float32 (n,). HALF: the
     dtype in which h, which is below √H, is multiplied. The others: see store_packed.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     b_rotation = rotation(p_seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -120,10 +118,7 @@ def _normalize_kernel(
     behind it β (H,). p_out: (N, H), contiguous. ROUND: the dtype that h is rounded to before γ, or None. The others:
     see _pack_norm_kernel.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     m_j = o_j < n_columns
     b_rotation = rotation(p_seed, HALF)
     for i_t in range(n_tiles):
@@ -217,10 +212,7 @@ def _norm_backward_kernel(
     p_rstd: float32 (n,). p_rows: float32 (2, n), sums over all groups. p_out: (N, H), contiguous. The others: see
     _norm_sums_kernel.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     b_rotation = rotation(p_seed, HALF, True)
     share = 1.0 / n_columns
     for i_t in range(n_tiles):
@@ -268,11 +260,6 @@ def _empty(rows: int, columns: int, bits: int, like: torch.Tensor) -> tuple[torc
     return codes, scales, torch.empty(rows, dtype=torch.float32, device=like.device)
 
 
-def _half(dtype: torch.dtype) -> tl.dtype:
-    """What normalized rows and codes are multiplied in: both are small, and float16 is the more exact half type."""
-    return product_type(dtype if dtype == torch.float32 else torch.float16)
-
-
 def pack_norm(
     x: torch.Tensor,
     bits: int,
@@ -306,7 +293,7 @@ def pack_norm(
         launch(
             _pack_norm_kernel, grid,
             x, index, seed, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
-            CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
+            CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=small_type(x.dtype), IEEE=is_ieee(),
             TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return codes, scales, rstd
@@ -358,7 +345,7 @@ def normalize_and_pack(
             _normalize_kernel, grid,
             x, place, seed, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
             codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
-            HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=_half(x.dtype), IEEE=is_ieee(),
+            HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=small_type(x.dtype), IEEE=is_ieee(),
             TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return out, codes, scales, rstd
@@ -408,7 +395,7 @@ def norm_gradients(
         of_rows = torch.empty(groups, 1 + centered, rows, dtype=torch.float32, device=y.device)
         how = {
             "CENTERED": centered, "HAS_INDEX": index is not None, "HAS_GAMMA": gamma is not None, "BITS": bits,
-            "HALF": _half(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size,
+            "HALF": small_type(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size,
         }  # fmt: skip
         shape = rows, taken, columns, y.stride(0), codes.shape[1]
         launch(

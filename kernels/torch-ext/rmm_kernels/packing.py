@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .draws import words
-from .launch import cdiv, is_ieee, launch, product_type, rows_for
+from .launch import cdiv, is_ieee, launch, product_type, rows_for, small_type
 
 GROUP = 64
 ROWS = 64  # of a tile of what multiplies nothing
@@ -22,15 +22,29 @@ _ONE = tl.constexpr(0x3F800000)  # the bits of 1.0
 
 
 @triton.jit
+def program_place(n_columns, n_tiles, B_K: tl.constexpr):
+    """The group of a program, int32, its columns, int32 (64,), and the first row of its tiles, int64."""
+    n_groups = tl.cdiv(n_columns, 64)
+    i_g = tl.program_id(0) % n_groups
+    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
+    return i_g, i_g * 64 + tl.arange(0, 64), first
+
+
+@triton.jit
+def scale_line(b_number):
+    """Where a number ≥ 0 lies among the scales of bytes, float32; not cut off at the first and the last."""
+    b_log = tl.log2(tl.maximum(b_number, 1.1754943508222875e-38))
+    return tl.minimum(tl.maximum(8.0 * b_log + 153.0, 0.25 * b_log + 13.5), 0.25 * b_log + 246.0)
+
+
+@triton.jit
 def _scale_byte(b_least):
     """The byte, int32, of the least scale that is not below a number ≥ 0; 255 for what is not finite.
 
     Scales are eight to an octave from 2⁻¹⁸ to 2¹², four octaves apart beyond. The logarithm is good to 2⁻¹⁸.9 of the
     number, a smaller share than the margin that the number has.
     """
-    b_log = tl.log2(tl.maximum(b_least, 1.1754943508222875e-38))
-    b_line = tl.minimum(tl.maximum(8.0 * b_log + 153.0, 0.25 * b_log + 13.5), 0.25 * b_log + 246.0)
-    b_line = tl.minimum(tl.maximum(tl.ceil(b_line), 1.0), 255.0)
+    b_line = tl.minimum(tl.maximum(tl.ceil(scale_line(b_least)), 1.0), 255.0)
     b_line = tl.where(b_least > 0, b_line, 0.0)
     return tl.where(b_least < float("inf"), b_line, 255.0).to(tl.int32)
 
@@ -374,10 +388,7 @@ def _pack_kernel(
     p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). HALF: the dtype of a half type in which tiles are
     multiplied, or float32. The others: see store_packed.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     b_rotation = rotation(p_seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -401,10 +412,7 @@ def _unpack_kernel(
 
     p_codes, p_scales: see load_packed. p_seed: int64 (1,). p_z: (K, I), contiguous. HALF: see load_packed.
     """
-    n_groups = tl.cdiv(n_columns, 64)
-    i_g = tl.program_id(0) % n_groups
-    first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
-    o_j = i_g * 64 + tl.arange(0, 64)
+    i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     b_rotation = rotation(p_seed, HALF, True)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -494,10 +502,9 @@ def unpack(
     if matrix.numel():
         size = rows_for(codes, dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
-        half = product_type(dtype if dtype == torch.float32 else torch.float16)
         launch(
             _unpack_kernel, grid,
             codes, scales, seed, matrix, rows, taken, columns, codes.shape[1], BITS=bits,
-            HALF=half, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+            HALF=small_type(dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return matrix
