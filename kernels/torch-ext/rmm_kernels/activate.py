@@ -11,19 +11,9 @@ import triton
 import triton.language as tl
 
 from .derivatives import code_of, normal_cdf, sigmoid
+from .groups import GROUP, ROWS, program_place, rotation, row_words, store_codes, store_packed, tile_words
 from .launch import cdiv, is_ieee, launch, places
-from .packing import (
-    GROUP,
-    ROWS,
-    empty_sketch,
-    program_place,
-    rotation,
-    row_words,
-    store_codes,
-    store_packed,
-    tile_words,
-    tiles,
-)
+from .packing import empty_sketch, tiles
 
 _FAR = tl.constexpr(1024.0)  # as for derivatives, which share the exponentials
 

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, normals, parity, signs, words
+from .groups import GROUP, store_tile
 from .launch import cdiv, is_ieee, launch, precision, upcast
-from .packing import GROUP, empty_sketch, store_tile
+from .packing import empty_sketch
 
 KINDS = ("gaussian", "rademacher", "hadamard")
 

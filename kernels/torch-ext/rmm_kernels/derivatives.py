@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .groups import GROUP, ROWS, dither, load_codes, program_place, store_codes, tile_words
 from .launch import cdiv, launch
-from .packing import GROUP, ROWS, dither, load_codes, program_place, store_codes, tile_words, tiles
+from .packing import tiles
 
 _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit; the formulas need a finite x
 

@@ -5,19 +5,9 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
+from .groups import GROUP, load_packed, program_place, rotation, row_words, store_packed, tile_words
 from .launch import cdiv, is_ieee, launch, places, product_type, rows_for, small_type
-from .packing import (
-    GROUP,
-    code_bytes,
-    empty_sketch,
-    load_packed,
-    program_place,
-    rotation,
-    row_words,
-    store_packed,
-    tile_words,
-    tiles,
-)
+from .packing import code_bytes, empty_sketch, tiles
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from .draws import words
+from .groups import power_of, rotated, scale_line, scale_of, tile_words
 from .launch import cdiv, is_asynchronous, is_ieee, launch, product_type
-from .packing import power_of, rotated, scale_line, scale_of, tile_words, tiles
+from .packing import tiles
 
 GROUP = 128
 GROUP_BYTES = {2: 32, 1.6: 26, 1: 16}

@@ -4,18 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .groups import GROUP, load_packed, program_place, rotation, row_words, store_packed, tile_words
 from .launch import cdiv, is_ieee, launch, places, rows_for, small_type
-from .packing import (
-    GROUP,
-    empty_sketch,
-    load_packed,
-    program_place,
-    rotation,
-    row_words,
-    store_packed,
-    tile_words,
-    tiles,
-)
+from .packing import empty_sketch, tiles
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from .draws import as_int64, words
+from .groups import GROUP, store_tile
 from .launch import cdiv, is_ieee, launch
-from .packing import GROUP, empty_sketch, store_tile
+from .packing import empty_sketch
 
 
 @triton.jit(do_not_specialize=["n_words", "n_segments", "n_rows"])
