@@ -28,6 +28,8 @@ from rmm_linear.sketches import TokenMask
 
 STEPS = 3
 MOST_SPREAD = 4.0
+_MASKED = -1e4
+MOST_ERROR = 0.135  # of a score, by codes of 4 bits: bias² is then 0.001 to 0.01 of the variance
 
 
 @dataclass
@@ -139,7 +141,10 @@ class GradientRows(Learned):
 
 @dataclass
 class ScoreSpread(Learned):
-    """The standard deviation of the scores of a query, of the head that has the largest."""
+    """The standard deviation of the scores of a query, of the head that has the largest.
+
+    Of a region, whose queries and keys are not known, it follows from the error of its scores.
+    """
 
     largest: float = 0.0
 
@@ -161,6 +166,23 @@ class ScoreSpread(Learned):
         squares = (of_queries * of_keys.repeat_interleave(query.shape[1] // key.shape[1], 1)).sum((-1, -2))
         found = (squares.mean(0).amax().clamp_min(0).sqrt() * abs(scale)).double()
         self.unread.append(torch.stack([found, *[torch.zeros_like(found)] * 3]))
+
+    def observe_errors(self, scores: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Look at scores (…, Tq, Tk), and at those of decoded values: the largest error is MOST_ERROR, or too large.
+
+        Masked scores are very low. What is the same for all keys of a query does not count.
+        """
+        found: list[Tensor] = []
+        for exact, decoded in scores:
+            is_seen = exact > _MASKED
+            error = torch.where(is_seen, decoded.float() - exact.float(), 0)
+            count = is_seen.sum(-1, keepdim=True).clamp_min(1)
+            error = torch.where(is_seen, error - error.sum(-1, keepdim=True) / count, 0)
+            variance = (error.square().sum(-1) / count.squeeze(-1)).mean(-1)  # of every head
+            found.append(variance.reshape(exact.shape[0], -1).mean(0).amax().sqrt().double() * (MOST_SPREAD / MOST_ERROR))
+        if found and self.is_observing:
+            largest = torch.stack(found).amax()
+            self.unread.append(torch.stack([largest, *[torch.zeros_like(largest)] * 3]))
 
     def add(self, values: list[float]) -> None:
         """Add what one forward pass has shown, if nothing overflowed."""

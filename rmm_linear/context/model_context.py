@@ -95,6 +95,7 @@ class ModelContext:
         self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
         self._left_out_reads: list[tuple[list[int], HostRead]] = []  # the same on its way to the host, with the layers
         self.seeded_alone: set[int] = set()
+        self.regions: dict[Any, Any] = {}  # what is known of classes of modules whose attention is a region
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that open this context around every forward pass of ``model``."""

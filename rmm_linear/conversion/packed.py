@@ -21,10 +21,11 @@ from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 from rmm_linear.activations.pointwise import PackedActivation, is_composed, pointwise_function
+from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.conversion.linears import replaced_reason
+from rmm_linear.conversion.linears import is_linear_like, replaced_reason
 from rmm_linear.conversion.names import matches, output_heads
 from rmm_linear.packing.pointwise import Pointwise
 
@@ -39,6 +40,7 @@ class PackedChoice:
         saved: Words for what it will save.
         set_up: Changes the module, given its configuration, the model's context and its index there.
         computes: The formula that was found of a norm or of a gated MLP; None for all others.
+        is_region: Whether the module's code between its linear layers saves nothing, and runs again.
     """
 
     operation: str
@@ -46,6 +48,7 @@ class PackedChoice:
     saved: str
     set_up: Callable[[RMMConfig, ModelContext, int], None]
     computes: NormForm | GatedParts | None = None
+    is_region: bool = False
 
 
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
@@ -63,7 +66,7 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
             continue
         reason = _skip_reason(module, name, config)
-        if reason is None and choice.operation == "attention" and is_attention(module):
+        if reason is None and choice.operation == "attention" and is_attention(module) and not choice.is_region:
             reason = stays_exact(module)
         if reason is None:
             found[name] = choice
@@ -81,8 +84,16 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
     """Map modules to what they save, for those of the selected operations that save something that can be packed."""
     found = {module: _choice(module, config.for_module(name), config.operations) for module, name in names.items()}
     chosen = {module: choice for module, choice in found.items() if choice is not None}
+    within = {
+        inner
+        for module, choice in chosen.items()
+        if choice.is_region and _skip_reason(module, names[module], config) is None
+        for inner in _between(module)
+    }
+    chosen = {module: choice for module, choice in chosen.items() if module not in within}
     if "activation" not in config.operations:
         return chosen
+    names = {module: name for module, name in names.items() if module not in within}
     gated = {module: parts for module in names if (parts := gated_parts(module)) is not None}
     # The activation of a gated MLP saves nothing of its own, unless it or the MLP is to stay as it is.
     inside: set[nn.Module] = set()
@@ -107,11 +118,31 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
     if "norm" in operations and (form := norm_of(module)) is not None:
         set_up = _change_class(module, PackedNorm, form=form)
         return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up, form)
-    if "attention" in operations and (is_attention(module) or calls_attention(module)):
+    if "attention" not in operations:
+        return None
+    if not (is_attention(module) and stays_exact(module) is None) and not calls_attention(module):
+        linears = _linears(module)
+        if len(linears) > 1 and reads_softmax(module):
+            saved = f"outputs of its linear layers, {config.attention_bits} bits"
+            set_up = _change_class(module, PackedRegion, linears=linears)
+            return PackedChoice("attention", module, saved, set_up, is_region=True)
+    if is_attention(module) or calls_attention(module):
         kind = PackedAttention if is_attention(module) else PackedAttentionCaller
         saved = f"queries, keys and values, {config.attention_bits} bits"
         return PackedChoice("attention", module, saved, _change_class(module, kind))
     return None
+
+
+def _linears(module: nn.Module) -> list[str]:
+    """Return the names of a module's children that are linear layers, with adapters or without."""
+    children = module.named_children()
+    return [name for name, child in children if is_linear_like(getattr(child, "base_layer", child))]
+
+
+def _between(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside of one that are in none of its linear layers."""
+    linears = {inner for name in _linears(module) for inner in module.get_submodule(name).modules()}
+    return [inner for inner in module.modules() if inner is not module and inner not in linears]
 
 
 def _gated(module: Any, config: RMMConfig, parts: GatedParts) -> PackedChoice:
