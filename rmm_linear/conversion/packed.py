@@ -15,6 +15,7 @@ from rmm_linear.activations.attention import PackedAttentionCaller, calls_attent
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule, packed_class
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
+from rmm_linear.activations.elementwise import PackedElementwise, is_elementwise
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
@@ -108,6 +109,9 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
         if function is not None:
             bits = config.for_module(names[module]).activation_bits
             chosen[module] = _pointwise(module, function, function.bits(bits))
+        elif module not in chosen and is_elementwise(module):
+            saved = f"its derivative, {gated_bits(config.for_module(names[module]))} bits"
+            chosen[module] = PackedChoice("activation", module, saved, _change_class(module, PackedElementwise))
     return chosen
 
 
