@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear import RMMConfig
-from rmm_linear.activations.base import packed_class
+from rmm_linear.layers.converted import joined_class
 from rmm_linear.memory import track_saved
 from rmm_linear.sketches import SAMPLERS, probabilities, row_norms, sketch
 
@@ -64,7 +64,7 @@ def bytes_kept(module, *inputs):
 
 def packed(module, kind, config=None, **named):
     """The same module as one of a class of packed modules, outside of a converted model."""
-    module.__class__ = packed_class(kind, type(module))
+    module.__class__ = joined_class(kind, type(module))
     module._set_up(config or RMMConfig(checkpointed="packed"), **named)
     return module.train()
 

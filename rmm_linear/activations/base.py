@@ -1,12 +1,10 @@
-"""PackedModule, the base class of modules that save packed activations, and packed_class, which joins two classes."""
+"""PackedModule, the base class of modules that save packed activations."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
-from torch import nn
 
 from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule
@@ -15,7 +13,7 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 class PackedModule(ConvertedModule):
-    """Base class of modules that save packed activations. Used through :func:`packed_class`."""
+    """Base class of modules that save packed activations. Used through :func:`joined_class`."""
 
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""
@@ -35,25 +33,3 @@ class PackedModule(ConvertedModule):
         seed = context.layer_seed(index) if seeded else None
         on_backward = functools.partial(self._note_backward, shape=shape, is_pattern=is_pattern)
         return SavingCall(seed, mask, on_backward, forward_pass=context.current_pass)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the two classes, since the class made of them is in no module."""
-        found = _PAIRS.get(type(self))
-        if found is None:  # made by fully_shard, for example
-            return super().__reduce_ex__(protocol)
-        return _new, found, vars(self)
-
-
-_PAIRS: dict[type, tuple[type[PackedModule], type[nn.Module]]] = {}
-
-
-@functools.cache
-def packed_class(packed: type[PackedModule], original: type[nn.Module]) -> type[Any]:
-    """Make the class of a module that saves packed activations."""
-    made = type(f"Packed{original.__name__}", (packed, original), {"__module__": packed.__module__})
-    _PAIRS[made] = packed, original
-    return made
-
-
-def _new(packed: type[PackedModule], original: type[nn.Module]) -> nn.Module:
-    return object.__new__(packed_class(packed, original))

@@ -87,7 +87,12 @@ def is_elementwise(module: nn.Module) -> bool:
             with torch.no_grad():
                 before = x.clone()
                 y, again = forward(tried, x), forward(tried, before)
-                if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype or y.data_ptr() == x.data_ptr():
+                if (
+                    not isinstance(y, Tensor)
+                    or y.shape != x.shape
+                    or y.dtype != x.dtype
+                    or y.data_ptr() == x.data_ptr()
+                ):
                     return False
                 if not torch.equal(x, before) or not torch.equal(y, again):
                     return False

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear.activations.base import _PAIRS, PackedModule, SavingCall
+from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.layers.converted import _PAIRS
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
 from rmm_linear.ops.dispatch import runs_fused

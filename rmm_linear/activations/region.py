@@ -578,7 +578,9 @@ def _look(
     again = _detached(arguments)
     _set_random_state(device, state)
     reached = [(key, one) for key, one in again.items() if isinstance(one, Tensor) and one.requires_grad]
-    there = torch.autograd.grad(replay(module, form, outs, again), [*outs, *(one for _, one in reached)], y, allow_unused=True)
+    there = torch.autograd.grad(
+        replay(module, form, outs, again), [*outs, *(one for _, one in reached)], y, allow_unused=True
+    )
     form.free = frozenset(key for (key, _), one in zip(reached, there[len(outs) :], strict=True) if one is None)
     if not checked:
         return form
@@ -637,7 +639,9 @@ def _found(arguments: Arguments, calls: Sequence[tuple[str, Tensor, Tensor, int]
     return RegionForm(last, sink, reads=not all(is_argument[:last]))
 
 
-def _difference(value: Tensor, found: Tensor, expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> str | None:
+def _difference(
+    value: Tensor, found: Tensor, expected: Sequence[Tensor | None], got: Sequence[Tensor | None]
+) -> str | None:
     """Say how a region differs from autograd; None if it does not."""
     limit = _LARGEST_ERROR.get(value.dtype, 1e-2)
     if not _is_near(value.detach(), found.detach(), limit):

@@ -179,7 +179,9 @@ class ScoreSpread(Learned):
             count = is_seen.sum(-1, keepdim=True).clamp_min(1)
             error = torch.where(is_seen, error - error.sum(-1, keepdim=True) / count, 0)
             variance = (error.square().sum(-1) / count.squeeze(-1)).mean(-1)  # of every head
-            found.append(variance.reshape(exact.shape[0], -1).mean(0).amax().sqrt().double() * (MOST_SPREAD / MOST_ERROR))
+            found.append(
+                variance.reshape(exact.shape[0], -1).mean(0).amax().sqrt().double() * (MOST_SPREAD / MOST_ERROR)
+            )
         if found and self.is_observing:
             largest = torch.stack(found).amax()
             self.unread.append(torch.stack([largest, *[torch.zeros_like(largest)] * 3]))

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
 from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
+from rmm_linear.layers.converted import joined_class
 from rmm_linear.layers.linear import RMMLinear
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
 
@@ -72,11 +74,26 @@ def _not_convertible(module: nn.Module) -> str | None:
     kind = type(module)
     if is_quantized(module):
         return f"{kind.__name__} {_QUANTIZED}"
-    if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module)):
-        return f"{kind.__name__} is a subclass; only nn.Linear itself and Conv1D are converted"
+    if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module) or _computes_linear(module)):
+        return f"{kind.__name__} is a subclass, whose output is not known to be that of nn.Linear"
     if _is_tensor_parallel(module):
         return "tensor parallel layers cannot be sketched, DDP and fully_shard can"
     return replaced_reason(module)
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Say whether a subclass of ``nn.Linear`` has its parameters alone, and its output to the bit: it is tried once."""
+    if not isinstance(module, nn.Linear) or type(module).__module__.startswith("torch."):
+        return False
+    own, weight = dict(module.named_parameters(recurse=False)), module.weight
+    if set(own) - {"weight", "bias"} or any(module.children()) or weight.is_meta or is_dtensor(weight):
+        return False
+    x = torch.arange(6 * module.in_features, device=weight.device).view(2, 3, -1).sin().to(weight.dtype)
+    try:
+        with torch.no_grad():
+            return torch.equal(type(module).forward(module, x), F.linear(x, weight, module.bias))
+    except Exception:  # of whatever it is written for
+        return False
 
 
 def replaced_reason(module: nn.Module) -> str | None:
@@ -130,7 +147,8 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 def sketched_class(module: nn.Module) -> type[Any]:
     """Return the sketched class for a linear layer."""
     if isinstance(module, nn.Linear):
-        return RMMLinear
+        is_itself = type(module) is nn.Linear or is_fsdp_module(module)
+        return RMMLinear if is_itself else joined_class(RMMLinear, type(module))
     from rmm_linear.layers.conv1d import RMMConv1D
 
     return RMMConv1D

@@ -13,7 +13,7 @@ from torch import nn
 from rmm_linear._support.tables import pattern_of
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
-from rmm_linear.activations.base import PackedModule, packed_class
+from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.elementwise import PackedElementwise, is_elementwise
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
@@ -28,6 +28,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import is_linear_like, replaced_reason
 from rmm_linear.conversion.names import matches, output_heads
+from rmm_linear.layers.converted import joined_class
 from rmm_linear.packing.pointwise import Pointwise
 
 _UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: convert after its weights are there"
@@ -169,7 +170,7 @@ def _change_class(
     module: Any, packed: type[PackedModule], **options: Any
 ) -> Callable[[RMMConfig, ModelContext, int], None]:
     def set_up(config: RMMConfig, context: ModelContext, index: int) -> None:
-        module.__class__ = packed_class(packed, type(module))
+        module.__class__ = joined_class(packed, type(module))
         module._set_up(config, context, index, **options)
 
     return set_up

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,13 @@ class ConvertedModule(nn.Module):
     def __prepare_scriptable__(self) -> None:
         """Refuse torch.jit.script, which calls this."""
         raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the two classes, since the class made of them is in no module."""
+        found = _PAIRS.get(type(self))
+        if found is None:  # made by fully_shard, for example
+            return super().__reduce_ex__(protocol)
+        return _new, found, vars(self)
 
     def _unwatched_call(self, shape: tuple[int, ...], device: torch.device, seeded: bool = True) -> SavingCall | None:
         """Return the arguments of a call that :func:`is_unwatched`; None for the general way."""
@@ -162,3 +169,19 @@ class ConvertedModule(nn.Module):
 def is_reverted(module: nn.Module) -> bool:
     """Say whether a module was converted and is no more, as in a backward pass after ``revert``."""
     return "rmm_config" not in vars(module)
+
+
+_PAIRS: dict[type, tuple[type[ConvertedModule], type[nn.Module]]] = {}
+
+
+@functools.cache
+def joined_class(converted: type[ConvertedModule], original: type[nn.Module]) -> type[Any]:
+    """Make the class of a converted module of another class."""
+    prefix = "RMM" if issubclass(converted, nn.Linear) else "Packed"
+    made = type(f"{prefix}{original.__name__}", (converted, original), {"__module__": converted.__module__})
+    _PAIRS[made] = converted, original
+    return made
+
+
+def _new(converted: type[ConvertedModule], original: type[nn.Module]) -> nn.Module:
+    return object.__new__(joined_class(converted, original))

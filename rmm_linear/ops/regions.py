@@ -16,7 +16,7 @@ from torch import Tensor
 from rmm_linear.ops.dispatch import Call, Case, call, operator
 from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
-from rmm_linear.packing.pack import packed_parts, unrotate
+from rmm_linear.packing.pack import packed_parts
 from rmm_linear.packing.stored import SEED, Part, blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fill_seed
 
