@@ -71,8 +71,8 @@ def _same(tensor: Tensor) -> Tensor:
 def is_elementwise(module: nn.Module) -> bool:
     """Say whether a module without parameters computes every element from one, and saves something for it.
 
-    It is tried on a few numbers: a permutation of the input must permute the output, and an element that is changed must
-    change no other. A copy is tried, which may remember the call.
+    It is tried on a few numbers: a permutation of the input must permute the output, and an element that is changed
+    must change no other. A copy is tried, which may remember the call.
     """
     if any(True for _ in module.children()) or any(vars(module)[name] for name in ("_parameters", "_buffers")):
         return False

@@ -183,8 +183,8 @@ class ScoreSpread(Learned):
                 variance.reshape(exact.shape[0], -1).mean(0).amax().sqrt().double() * (MOST_SPREAD / MOST_ERROR)
             )
         if found and self.is_observing:
-            largest = torch.stack(found).amax()
-            self.unread.append(torch.stack([largest, *[torch.zeros_like(largest)] * 3]))
+            most = torch.stack(found).amax()
+            self.unread.append(torch.stack([most, *[torch.zeros_like(most)] * 3]))
 
     def add(self, values: list[float]) -> None:
         """Add what one forward pass has shown, if nothing overflowed."""

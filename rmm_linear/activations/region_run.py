@@ -1,0 +1,387 @@
+"""One call of a module as a region, and its backward pass: see :mod:`rmm_linear.activations.region`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
+from rmm_linear.activations.base import SavingCall
+from rmm_linear.layers.function import SavingFunction, as_no_view
+from rmm_linear.ops.regions import pack_source, unpack_source
+
+SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+Arguments = dict[int | str, Any]  # by position or name
+
+
+class Stop(BaseException):
+    """Leaves a module's forward at the sink; code that catches exceptions does not catch it."""
+
+    def __init__(self, value: Tensor) -> None:
+        """Take what the sink gets."""
+        super().__init__()
+        self.value = value
+
+
+@dataclass
+class RegionForm:
+    """What the first call of a class of modules has shown.
+
+    Attributes:
+        calls: Calls of linear layers before the region.
+        sink: Name of the linear layer behind it; None where it ends with the module.
+        reads: Whether a source reads what others have made.
+        writes: Whether the module writes into the output of a source.
+        free: Arguments that nothing but sources read: the region runs without their values.
+        outputs: Places of further outputs that need a gradient, among the leaves of the module's output.
+        reason: Why modules of this class stay exact; None if they do not.
+    """
+
+    calls: int = 0
+    sink: str | None = None
+    reads: bool = False
+    writes: bool = False
+    free: frozenset[int | str] = frozenset()
+    outputs: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+class Scores(TorchFunctionMode):
+    """Keeps what is given to softmax, and the queries and keys that are given to a fused attention."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in SOFTMAX:
+            self.found.append((args[0] if args else kwargs["input"]).detach())
+        elif func is F.scaled_dot_product_attention and len(args) > 1 and args[0].shape[:-2] == args[1].shape[:-2]:
+            self.found.append(args[0].detach() @ args[1].detach().transpose(-1, -2) * args[0].shape[-1] ** -0.5)
+        return func(*args, **(kwargs or {}))
+
+
+def is_cache(value: object) -> bool:
+    """Say whether an argument is a cache of keys and values, which a second run would fill again."""
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")
+
+
+def leaves_of(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of arguments or outputs, caches as they are."""
+    return tree_flatten(tree, is_leaf=is_cache)
+
+
+@dataclass(eq=False)
+class RegionRun:
+    """One call of a module as a region, and then all that its backward pass needs besides tensors."""
+
+    module: Any
+    original: Callable[..., Any]
+    form: RegionForm
+    arguments: Arguments
+    call: SavingCall
+    seeds: list[int]
+    bits: int
+    is_coded: bool = True
+    outs: list[Tensor] = field(default_factory=list)  # of the sources, until they are inputs of the function
+    stored: list[Tensor] = field(default_factory=list)
+    like: list[tuple[list[int], torch.dtype]] = field(default_factory=list)  # of the sources' outputs
+    after: list[Tensor] = field(default_factory=list)  # random states, behind each source
+    drawn: dict[int, Tensor] = field(default_factory=dict)  # those from which the module has drawn numbers
+    sink_shape: torch.Size | None = None
+    is_done: bool = False
+    scores: Scores | None = None
+    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # scores, and those of decoded values
+
+    def forward(self) -> Any:
+        """Run the module."""
+        first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
+        self.device, self.autocast = first.device, autocast_now([first.device.type])
+        try:
+            with intercepted(self.module, self._called):
+                output = self.original(*positional(self.arguments), **named(self.arguments))
+        finally:
+            torch.set_grad_enabled(True)
+        if not self.is_done or self.form.outputs:
+            output = self._joined_output(output)
+        # The node holds this object, and its tensors as saved ones, which hooks may replace.
+        self.outs, self.stored, self.after, self.drawn, self.arguments = [], [], [], {}, {}
+        return output
+
+    def _called(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a linear layer: a source, the sink, or one behind the region."""
+        if self.is_done:
+            return original(*args, **kwargs)
+        place = len(self.like)
+        self._note_draws(place - 1)
+        torch.set_grad_enabled(True)
+        if name == self.form.sink:
+            self.is_done = True
+            output = original(self.joined(args[0]), *args[1:], **kwargs)
+            self.sink_shape = output.shape
+            return output
+        output = original(*args, **kwargs)
+        self._add(output, place)
+        if place + 1 >= self.form.calls:
+            torch.set_grad_enabled(False)
+        if not self.form.reads:
+            return output.detach()
+        return output.clone() if self.form.writes else output
+
+    def _add(self, output: Tensor, place: int) -> None:
+        """Store the output of a source at once, as the module may write into it."""
+        self.outs.append(output)
+        self.like.append((list(output.shape), output.dtype))
+        self.after.append(random_state(self.device))
+        value = output.detach()
+        with torch.no_grad(), autocast_off(self.device.type):
+            self.stored.append(pack_source(value, self.bits, self.seeds[place]) if self.is_coded else value.clone())
+
+    def _note_draws(self, place: int) -> None:
+        """Keep the random state behind a source if numbers were drawn since then."""
+        if place >= 0 and not torch.equal(self.after[place], random_state(self.device)):
+            self.drawn[place] = self.after[place]
+
+    def joined(self, value: Tensor, which: int | None = None) -> Tensor:
+        """Return a value of the region as the result of the autograd function."""
+        if self.scores is not None and which is None:
+            self._compare(self.scores)
+        kept = [one for one in self._kept() if one.requires_grad]
+        return RegionFunction.run(value, self, which, *self.outs, *kept, *self.parameters())
+
+    def _compare(self, scores: Scores) -> None:
+        """Note the scores of this call, and those of the decoded values."""
+        exact, scores.found, self.scores = scores.found, [], None
+        with (
+            torch.no_grad(),
+            _disable_current_modes(),
+            random_kept(self.device),
+            autocast_as(self.autocast, cached=False),
+        ):
+            outs = [self._decoded(i, one) for i, one in enumerate(self.stored)]
+            arguments = {key: None if is_cache(one) else one for key, one in self.arguments.items()}
+            replay(self.module, self.form, outs, arguments, self.drawn, self.sink_shape)
+        if len(exact) == len(scores.found):
+            self.errors = list(zip(exact, scores.found, strict=True))
+        scores.found = []
+
+    def _decoded(self, place: int, stored: Tensor) -> Tensor:
+        shape, dtype = self.like[place]
+        with autocast_off(stored.device.type):
+            return unpack_source(stored, shape, self.bits, dtype) if self.is_coded else stored.detach()
+
+    def _joined_output(self, output: Any) -> Any:
+        """Do so with those leaves of the module's output that the region has made."""
+        leaves, spec = leaves_of(output)
+        places = self.form.outputs
+        if not self.is_done:  # the region ends with the module
+            self._note_draws(len(self.like) - 1)
+            first = next(i for i, one in enumerate(leaves) if isinstance(one, Tensor))
+            leaves[first] = self.joined(leaves[first])
+            places = tuple(place for place in places if place != first)
+        for place in places:
+            one = leaves[place] if place < len(leaves) else None
+            if isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad:
+                leaves[place] = self.joined(one, place)
+        return tree_unflatten(leaves, spec)
+
+    def _kept(self) -> list[Tensor]:
+        """The tensors among the arguments whose values the region reads."""
+        kept = [value for key, value in self.arguments.items() if key not in self.form.free]
+        return [one for one in leaves_of(kept)[0] if isinstance(one, Tensor)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that are read in the region and need a gradient."""
+        return [one for one in own_parameters(self.module) if one.requires_grad]
+
+
+def own_parameters(module: Any) -> list[nn.Parameter]:
+    """The parameters of a module that are in none of its linear layers."""
+    linears = {id(one) for name in module.rmm_linears for one in module.get_submodule(name).parameters()}
+    return [one for one in module.parameters() if id(one) not in linears]
+
+
+def positional(arguments: Arguments) -> list[Any]:
+    """Return the arguments that are given by position."""
+    return [value for key, value in arguments.items() if isinstance(key, int)]
+
+
+def named(arguments: Arguments) -> dict[str, Any]:
+    """Return those that are given by name."""
+    return {key: value for key, value in arguments.items() if isinstance(key, str)}
+
+
+@contextmanager
+def intercepted(module: Any, called: Callable[..., Any]) -> Iterator[None]:
+    """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
+    children = {name: module.get_submodule(name) for name in module.rmm_linears}
+    before = {name: vars(child).get("forward") for name, child in children.items()}
+    try:
+        for name, child in children.items():
+            vars(child)["forward"] = functools.partial(called, name, child.forward)
+        yield
+    finally:
+        for name, child in children.items():
+            if before[name] is None:
+                vars(child).pop("forward", None)
+            else:
+                vars(child)["forward"] = before[name]
+
+
+class RegionFunction(SavingFunction):
+    """A value of a region, whose gradients the module's own code computes from decoded values."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, run: RegionRun, which: int | None, *inputs: Tensor) -> Tensor:
+        """Return the value. inputs: Outputs of the sources, arguments that need a gradient, and parameters."""
+        ctx.run, ctx.which, ctx.call, form = run, which, run.call, run.form
+        ctx.drawn = list(run.drawn)
+        ctx.values = {}  # of the arguments, without tensors
+        tensors: list[Tensor] = []
+        for key, argument in run.arguments.items():
+            leaves, spec = leaves_of(argument)
+            held: list[Any] = []
+            for leaf in leaves:
+                if not isinstance(leaf, Tensor):
+                    held.append(None if is_cache(leaf) else leaf)
+                elif key in form.free:
+                    held.append(_Absent(leaf.shape, leaf.dtype, leaf.device))
+                else:
+                    held.append(_Held(len(tensors), leaf.requires_grad))
+                    tensors.append(leaf)
+            ctx.values[key] = held, spec
+        ctx.tensors = len(tensors)
+        states = [run.drawn[place] for place in ctx.drawn]
+        ctx.save_for_backward(*run.stored, *tensors, *states, *run.parameters())
+        ctx.set_materialize_grads(False)
+        return as_no_view(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Run the region again, and compute its gradients."""
+        (y,), run = grad_outputs, ctx.run
+        needed = len(ctx.needs_input_grad) - 3
+        if y is None:
+            return (None,) * (3 + needed)
+        SavingFunction.received(ctx, y, "a region of attention")
+        calls, saved = len(run.like), ctx.saved_tensors
+        tensors = saved[calls : calls + ctx.tensors]
+        states = dict(zip(ctx.drawn, saved[calls + ctx.tensors :], strict=False))
+        outs = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
+        wanted = [one.requires_grad_() for one in outs]
+        arguments, reached = {}, []
+        for key, (held, spec) in ctx.values.items():
+            leaves = [one.tensor(tensors, reached) if isinstance(one, _Placed) else one for one in held]
+            arguments[key] = tree_unflatten(leaves, spec)
+        wanted += [*reached, *run.parameters()]
+        with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device):
+            value = replay(run.module, run.form, outs, arguments, states, run.sink_shape, ctx.which)
+            found = torch.autograd.grad(value, wanted, y, allow_unused=True)
+        return None, None, None, *found
+
+
+class _Placed:
+    """Stands for a tensor among arguments."""
+
+    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
+        """Return it for the replay, and add it to those that need a gradient."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Held(_Placed):
+    place: int
+    needs_gradient: bool
+
+    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
+        found = tensors[self.place].detach()
+        if self.needs_gradient:
+            reached.append(found.requires_grad_())
+        return found
+
+
+@dataclass(frozen=True)
+class _Absent(_Placed):
+    """A tensor that only sources read: NaN, so that a use of it is seen."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
+        return torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+def replay(
+    module: Any,
+    form: RegionForm,
+    outs: Sequence[Tensor],
+    arguments: Arguments,
+    states: dict[int, Tensor] | None = None,
+    sink_shape: torch.Size | None = None,
+    which: int | None = None,
+) -> Tensor:
+    """Run a module's own code with given outputs of its sources; return what the sink gets, or a leaf of the output.
+
+    states: Random states behind some sources. which: The leaf; None is what the sink gets, or the first one.
+    """
+    place = 0
+
+    def called(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal place
+        if name != form.sink and place < len(outs):
+            place += 1
+            if states and place - 1 in states:
+                set_random_state(outs[0].device, states[place - 1])
+            return outs[place - 1].clone() if form.writes else outs[place - 1]
+        if which is None:
+            raise Stop(args[0])
+        return args[0].new_zeros(()).expand(args[0].shape if sink_shape is None else sink_shape)
+
+    original = original_forward(module)
+    try:
+        with intercepted(module, called):
+            output = original(*positional(arguments), **named(arguments))
+    except Stop as stop:
+        return stop.value
+    leaves = leaves_of(output)[0]
+    return next(one for one in leaves if isinstance(one, Tensor)) if which is None else leaves[which]
+
+
+def original_forward(module: Any) -> Callable[..., Any]:
+    """Return the forward that a module had before it was converted, or has."""
+    kind = next(one for one in type(module).__mro__ if not one.__module__.startswith("rmm_linear."))
+    return kind.forward.__get__(module)
+
+
+@contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Restore the random state afterwards."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(device, before)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state that a device draws from, without a wait."""
+    with _disable_current_modes():
+        return torch.get_rng_state() if device.type != "cuda" else torch.cuda.get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Put a state back."""
+    with _disable_current_modes():
+        torch.set_rng_state(state) if device.type != "cuda" else torch.cuda.set_rng_state(state, device)
