@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from rmm_linear import RMMConfig, convert
 from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
-WIDTH, OUTPUTS, TOKENS = 96, 9, 20
+WIDTH, OUTPUTS, TOKENS, SEQUENCES = 96, 9, 20, 3
 RATIO = 0.25
 
 
@@ -156,7 +157,27 @@ def attention_bytes(bits, heads=(4, 4), dropout=False, hidden=False, more=0):
     return saved
 
 
+def region_bytes(bits, heads=(4, 4), random=0, more=0):
+    """Of every source by itself; ``random``: states of the generator from which dropout draws."""
+
+    def saved(stored, rows, width):
+        queries, keys = (width * one // 4 for one in heads)
+        sources = (
+            aligned(8, 4 * SEQUENCES * one, codes(rows, one, bits), scales(rows, one)) for one in (queries, keys, keys)
+        )
+        return sum(sources) + random * torch.get_rng_state().nbytes + more
+
+    return saved
+
+
 # Modules
+
+
+class Own(nn.Module):
+    """An elementwise function that is known by no name."""
+
+    def forward(self, x):
+        return x * torch.sin(x).square()
 
 
 class Attention(nn.Module):
@@ -213,20 +234,21 @@ class Shaped(nn.Module):
         return self.norm(x.unflatten(-1, self.norm.normalized_shape)).flatten(-2)
 
 
-def roberta(width):
+def roberta(width, implementation="sdpa"):
     sizes = {"hidden_size": width, "num_attention_heads": 4, "attention_probs_dropout_prob": 0.3}
-    return First(RobertaSelfAttention(hf.RobertaConfig(**sizes, attn_implementation="sdpa")))
+    return First(RobertaSelfAttention(hf.RobertaConfig(**sizes, attn_implementation=implementation)))
 
 
-def llama(width):
+def llama(width, implementation="sdpa"):
     sizes = {"hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = hf.LlamaConfig(**sizes, attn_implementation="sdpa")
+    config = hf.LlamaConfig(**sizes, attn_implementation=implementation)
     return Llama(LlamaAttention(config, 0), rotary=LlamaRotaryEmbedding(config))
 
 
-def t5(width, dropout=0.0):
+def t5(width, dropout=0.0, implementation="sdpa"):
     sizes = {"d_model": width, "d_kv": width // 4, "num_heads": 4, "dropout_rate": dropout}
-    return First(T5Attention(hf.T5Config(**sizes, attn_implementation="sdpa"), has_relative_attention_bias=True))
+    config = hf.T5Config(**sizes, attn_implementation=implementation)
+    return First(T5Attention(config, has_relative_attention_bias=True))
 
 
 def multihead(width):
@@ -275,6 +297,13 @@ def _attention(bits=4, heads=(4, 4), dropout=False, more=0, bias=1e-3, **named):
     make = lambda width: Attention(width, heads[1], **named)  # noqa: E731
     saved = attention_bytes(bits, heads, dropout, "is_causal" in named, more)  # a causal one hides padding at the end
     return Member("attention", make, saved, (), {"attention_bits": bits}, near=near, bias=bias)
+
+
+def _region(make, exact=(), bits=4, **named):
+    """A module whose attention runs again in the backward pass."""
+    exact = tuple(f"module.attention.{name}" for name in exact)
+    run = lambda width: make(width, implementation="eager")  # noqa: E731
+    return Member("attention", run, region_bytes(bits, **named), exact, {"attention_bits": bits}, True, bias=1e-3)
 
 
 def _attending(make, exact=(), bias=1e-3, **named):
@@ -350,4 +379,11 @@ MEMBERS = {
         )
         for title, p in (("", 0.0), (" dropout", 0.3))
     },
+    "attention own code roberta": _region(roberta, random=1),
+    "attention own code llama": _region(llama, ("o_proj.weight",), heads=(4, 2), more=2 * TOKENS * WIDTH),
+    "attention own code t5": _region(functools.partial(t5, dropout=0.3), ("o.weight",), 8, random=1),
+    "activation own code": Member(
+        "activation", lambda width: Own(),
+        lambda stored, rows, width: aligned(8, codes(rows, width, 4), scales(rows, width)),
+    ),
 }  # fmt: skip

@@ -50,7 +50,7 @@ class ElementwiseFunction(SavingFunction):
             output = run(leaf)
             (derivative,) = torch.autograd.grad(output, leaf, torch.ones_like(output))
         with autocast_off(input.device.type):
-            stored = pack_source(derivative, bits, draw_seed() if call.seed is None else call.seed)
+            stored = pack_source(derivative, bits, draw_seed() if call.seed is None else call.seed, False)
         ctx.save_for_backward(stored)
         return output.detach()
 
@@ -60,7 +60,7 @@ class ElementwiseFunction(SavingFunction):
         (y,), (stored,) = grad_outputs, ctx.saved_tensors
         SavingFunction.received(ctx, y, "a packed activation")
         with autocast_off(y.device.type):
-            derivative = unpack_source(stored, list(y.shape), ctx.bits, ctx.dtype)
+            derivative = unpack_source(stored, list(y.shape), ctx.bits, ctx.dtype, False)
         return (y * derivative).to(ctx.dtype), None, None, None
 
 

@@ -146,7 +146,9 @@ class RegionRun:
         self.after.append(random_state(self.device))
         value = output.detach()
         with torch.no_grad(), autocast_off(self.device.type):
-            self.stored.append(pack_source(value, self.bits, self.seeds[place]) if self.is_coded else value.clone())
+            self.stored.append(
+                pack_source(value, self.bits, self.seeds[place], True) if self.is_coded else value.clone()
+            )
 
     def _note_draws(self, place: int) -> None:
         """Keep the random state behind a source if numbers were drawn since then."""
@@ -179,7 +181,7 @@ class RegionRun:
     def _decoded(self, place: int, stored: Tensor) -> Tensor:
         shape, dtype = self.like[place]
         with autocast_off(stored.device.type):
-            return unpack_source(stored, shape, self.bits, dtype) if self.is_coded else stored.detach()
+            return unpack_source(stored, shape, self.bits, dtype, True) if self.is_coded else stored.detach()
 
     def _joined_output(self, output: Any) -> Any:
         """Do so with those leaves of the module's output that the region has made."""

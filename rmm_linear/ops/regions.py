@@ -1,8 +1,8 @@
-"""Outputs of the linear layers that a region of a module reads: the operators that store and restore them.
+"""Store and restore a tensor that a module's own code reads again in the backward pass.
 
-A row is stored less the mean of its sequence, in few bits, and the mean is stored as it is. The difference has a
-smaller range than the row, and the mean must be there: scores that are capped, or that compete with those of sinks,
-are not the same for keys that all lie elsewhere.
+Outputs of linear layers, of which a region makes attention, are stored less the mean of their sequence, in few bits,
+and the mean is stored as it is. The difference has a smaller range, and the mean must be there: scores that are capped,
+or that compete with those of sinks, are not the same for keys that all lie elsewhere.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from rmm_linear.sketches.seeds import fill_seed
 
 def _samples(case: Case) -> Iterator[Call]:
     for bits, matrix in ((4, case.matrix()), (8, case.matrix().unflatten(0, (1, -1)))):
-        yield call(matrix, bits, case.seed)
+        yield call(matrix, bits, case.seed, bits == 4)
 
 
 def _restore_samples(case: Case) -> Iterator[Call]:
-    for (x, bits, seed), _ in _samples(case):
-        yield call(pack_source.function(x, bits, 7 if seed is None else seed), list(x.shape), bits, x.dtype)
+    for (x, bits, seed, centered), _ in _samples(case):
+        stored = pack_source.function(x, bits, 7 if seed is None else seed, centered)
+        yield call(stored, list(x.shape), bits, x.dtype, centered)
 
 
-def _parts(shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> list[Part]:
+def _parts(shape: tuple[int, ...], bits: int, dtype: torch.dtype, centered: bool) -> list[Part]:
     """Return the parts that are stored: seed, mean, codes and scales."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    sequences = shape[0] if len(shape) > 2 else 1
+    sequences = (shape[0] if len(shape) > 2 else 1) if centered else 0
     return [SEED, ((sequences, columns), dtype), *packed_parts(rows, columns, bits)]
 
 
@@ -44,40 +45,44 @@ def _by_sequence(x: Tensor) -> Tensor:
 
 
 @operator("pack_source", samples=_samples, flops=lambda x, *_: (2 * GROUP + 2) * math.prod(x))
-def pack_source(x: Tensor, bits: int, seed: int | None) -> Tensor:
-    """Store the output of a linear layer, (B, …, D) or (N, D): the mean of every sequence, and codes of the rest."""
+def pack_source(x: Tensor, bits: int, seed: int | None, centered: bool) -> Tensor:
+    """Store (B, …, D), (N, D) or (D,) in few bits; ``centered``: less the mean of every sequence, and with it."""
     shape = tuple(x.shape)
-    parts = _parts(shape, bits, x.dtype)
+    parts = _parts(shape, bits, x.dtype, centered)
     stored = blank_stored(x, parts)
     seeds, mean, codes, scales = views(stored, parts)
     fill_seed(seeds, seed)
     if x.numel():
-        x = _by_sequence(x)
-        torch.mean(x, 1, out=mean)
-        PACK((x - mean.unsqueeze(1)).flatten(0, 1), bits, seeds, out=(codes, scales))
+        if centered:
+            x = _by_sequence(x)
+            torch.mean(x, 1, out=mean)
+            x = x - mean.unsqueeze(1)
+        PACK(x.reshape(-1, shape[-1]), bits, seeds, out=(codes, scales))
+    else:
+        mean.zero_()
     return stored
 
 
 @pack_source.register_fake
-def _(x, bits, seed):
-    return x.new_empty(stored_bytes(_parts(tuple(x.shape), bits, x.dtype)), dtype=torch.uint8)
+def _(x, bits, seed, centered):
+    return x.new_empty(stored_bytes(_parts(tuple(x.shape), bits, x.dtype, centered)), dtype=torch.uint8)
 
 
 @operator(
     "unpack_source",
-    "(Tensor stored, SymInt[] shape, int bits, ScalarType dtype) -> Tensor",
+    "(Tensor stored, SymInt[] shape, int bits, ScalarType dtype, bool centered) -> Tensor",
     samples=_restore_samples,
     flops=lambda stored, shape, *_: (2 * GROUP + 1) * math.prod(shape),
 )
-def unpack_source(stored: Tensor, shape: list[int], bits: int, dtype: torch.dtype) -> Tensor:
+def unpack_source(stored: Tensor, shape: list[int], bits: int, dtype: torch.dtype, centered: bool) -> Tensor:
     """Return what :func:`pack_source` has stored of a tensor of a shape and dtype."""
-    seeds, mean, codes, scales = views(stored, _parts(tuple(shape), bits, dtype))
-    x = UNPACK(codes, scales, seeds, bits, shape[-1], dtype)
-    if x.numel():
-        _by_sequence(x.view(shape)).add_(mean.unsqueeze(1))
-    return x.view(shape)
+    seeds, mean, codes, scales = views(stored, _parts(tuple(shape), bits, dtype, centered))
+    x = UNPACK(codes, scales, seeds, bits, shape[-1], dtype).view(shape)
+    if x.numel() and centered:
+        _by_sequence(x).add_(mean.unsqueeze(1))
+    return x
 
 
 @unpack_source.register_fake
-def _(stored, shape, bits, dtype):
+def _(stored, shape, bits, dtype, centered):
     return stored.new_empty(shape, dtype=dtype)

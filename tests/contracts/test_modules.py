@@ -34,11 +34,10 @@ from module_steps import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear import activations, layers, revert
-from rmm_linear.activations.base import _PAIRS
 from rmm_linear.activations.pointwise import pointwise_function
 from rmm_linear.backends import triton
 from rmm_linear.config import OPERATIONS
-from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.layers.converted import _PAIRS, ConvertedModule
 from rmm_linear.packing.pointwise import FUNCTIONS
 
 for package in (activations, layers):
@@ -48,10 +47,16 @@ for package in (activations, layers):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 MASK = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [7], [12]])).long()
 OF_TRANSFORMERS = ["attention roberta", "attention llama", "attention t5"]
+OWN_CODE = ["attention own code", "activation own code"]
 # The property that modules do not have whose names begin so, and why.
 WITHOUT = {
     ("attention roberta", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
     ("attention llama", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
+    **{(name, "padding"): "what is saved has rows of padding too" for name in OWN_CODE},
+    ("attention own code", "shapes"): "transformers cannot reshape what is empty",
+    ("attention own code llama", "widths"): "a rotary embedding needs an even width of heads",
+    ("attention own code roberta", "without random numbers"): "it has dropout",
+    ("attention own code t5", "without random numbers"): "it has dropout",
     **{(name, "shapes"): "transformers cannot reshape what is empty" for name in OF_TRANSFORMERS},
     **{
         (name, "without random numbers"): "it has a mask of dropout"
@@ -61,6 +66,7 @@ WITHOUT = {
     ("Conv1D", "views"): "transformers' own takes no views",
     ("attention llama", "widths"): "a rotary embedding needs an even width of heads",
     **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
+    ("activation own code", "fused"): "no kernel knows it",
     ("norm nemotron", "fused"): "how it rounds half types is not known",
     ("gated t5", "fused"): "its dropout draws another mask",
     ("gated t5", "compile"): "an operator draws the seed, in compiled code, before dropout draws its mask",
@@ -284,7 +290,8 @@ def test_strides_do_not_matter(name):
             continue  # its random numbers follow the strides
         model.change = lambda x, view=view: view(x * 1).contiguous()
         for key, gradient in step(model, x).gradients.items():
-            assert_near(found.gradients[key], gradient, 1e-5)
+            if "key.bias" not in key:  # 0 but for rounding
+                assert_near(found.gradients[key], gradient, 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
@@ -463,7 +470,7 @@ def test_compiled_code_is_one_graph_for_all_lengths(name):
         assert_exact_parts(name, found, expected)
         assert_same(found, again)
         calls_pytorch = name.startswith("attention") and not name.startswith(tuple(OF_TRANSFORMERS))
-        is_exact = name.endswith("in place") or calls_pytorch
+        is_exact = name.endswith("in place") or calls_pytorch or "own code" in name
         for key, gradient in found.gradients.items():
             difference = gradient - expected.gradients[key], other.gradients[key] - another.gradients[key]
             is_near = max(float(one.norm()) for one in difference) < 1e-5 * float(gradient.norm())
