@@ -40,7 +40,7 @@ class RegionForm:
     Attributes:
         calls: Calls of linear layers before the region.
         sink: Name of the linear layer behind it; None where it ends with the module.
-        reads: Whether a source reads what others have made.
+        reads: Whether a source reads what the module has made, so that gradients are on up to the last one.
         writes: Whether the module writes into the output of a source.
         free: Arguments that nothing but sources read: the region runs without their values.
         outputs: Places of further outputs that need a gradient, among the leaves of the module's output.
@@ -108,6 +108,7 @@ class RegionRun:
         """Run the module."""
         first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
         self.device, self.autocast = first.device, autocast_now([first.device.type])
+        torch.set_grad_enabled(self.form.reads)
         try:
             with intercepted(self.module, self._called):
                 output = self.original(*positional(self.arguments), **named(self.arguments))
@@ -133,8 +134,7 @@ class RegionRun:
             return output
         output = original(*args, **kwargs)
         self._add(output, place)
-        if place + 1 >= self.form.calls:
-            torch.set_grad_enabled(False)
+        torch.set_grad_enabled(self.form.reads and place + 1 < self.form.calls)
         if not self.form.reads:
             return output.detach()
         return output.clone() if self.form.writes else output
@@ -258,9 +258,9 @@ class RegionFunction(SavingFunction):
                 if not isinstance(leaf, Tensor):
                     held.append(None if is_cache(leaf) else leaf)
                 elif key in form.free:
-                    held.append(_Absent(leaf.shape, leaf.dtype, leaf.device))
+                    held.append(_AbsentTensor(leaf.shape, leaf.dtype, leaf.device))
                 else:
-                    held.append(_Held(len(tensors), leaf.requires_grad))
+                    held.append(_HeldTensor(len(tensors), leaf.requires_grad))
                     tensors.append(leaf)
             ctx.values[key] = held, spec
         ctx.tensors = len(tensors)
@@ -302,7 +302,7 @@ class _Placed:
 
 
 @dataclass(frozen=True)
-class _Held(_Placed):
+class _HeldTensor(_Placed):
     place: int
     needs_gradient: bool
 
@@ -314,7 +314,7 @@ class _Held(_Placed):
 
 
 @dataclass(frozen=True)
-class _Absent(_Placed):
+class _AbsentTensor(_Placed):
     """A tensor that only sources read: NaN, so that a use of it is seen."""
 
     shape: torch.Size

@@ -105,11 +105,13 @@ def test_arguments_that_are_not_supported_have_a_reason(given, monkeypatch):
     assert module.rmm_exact == f"it is called with {given}"
 
 
-def test_other_functions_stay_with_the_reason():
+def test_other_functions_keep_their_own_code():
     model = model_of("roberta")
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"its attn_implementation is 'eager', whose output.*Use model.set_attn"):
-        convert(model, operations="attention")
+    assert {one.saved for one in convert(model, operations="attention").packed.values()} == {
+        "outputs of its linear layers, 4 bits"
+    }
+    assert model.config._attn_implementation == "eager"
 
 
 def test_models_that_ask_for_the_name_stay_exact():

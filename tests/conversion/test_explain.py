@@ -52,13 +52,11 @@ def test_logits_are_not_read_and_their_loss_belongs_to_them():
 def test_modules_that_differ_in_numbers_are_one_keeper_and_the_report_has_their_reason():
     model, ids = tiny_model("bert", dropout=0.0), torch.randint(3, 64, (8, 32))
     model.set_attn_implementation("eager")
-    options = {"exclude_modules": ["intermediate.dense"], "operations": ("linear", "attention")}
+    options = {"exclude_modules": ["intermediate.dense", "attention.self"], "operations": ("linear", "attention")}
     found = explain(model, {"input_ids": ids}, **options)
     by_name = {keeper.modules: keeper for keeper in found.remaining}
     own = by_name["bert.encoder.layer.*.attention.self"]
-    assert own.reason.startswith(
-        "BertSelfAttention: Bmm and Softmax, not converted: its attn_implementation is 'eager'"
-    )
+    assert own.reason == "BertSelfAttention: Bmm and Softmax, not converted: in exclude_modules"
     assert own.bytes > 2 * (8 * 2 * 32 * 32 * 4)  # two layers with their probabilities
     excluded = by_name["bert.encoder.layer.*.intermediate.dense"]
     assert excluded.reason == "Linear: Addmm, not converted: in exclude_modules"
@@ -103,10 +101,11 @@ def test_nothing_large_is_left_without_a_reason_that_names_it(name):
         assert kind in classes
         assert "nothing compresses it" not in what
         assert all(len(part.split(", ", 1)[1].split()) > 2 for part in what.split("; "))
+    # Of DeBERTa, products between its sources, which are gone before the module returns.
     assert len(large) == {"DeBERTa": 1, "ViT": 1, "Whisper": 1}.get(name, 0)
     text = str(found)
     assert all(keeper.reason in text for keeper in large)
-    assert (found.after > 0.25 * found.before) == (name == "DeBERTa")
+    assert found.after < 0.25 * found.before
 
 
 def test_keepers_below_two_percent_are_summed_where_it_is_printed():

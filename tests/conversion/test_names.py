@@ -115,7 +115,7 @@ def test_subclasses_are_skipped_with_their_reason():
     types = {name: type(module) for name, module in model.named_modules()}
     report = convert(model, operations="linear")
     assert list(report.converted) == ["plain"]
-    reason = "{} is a subclass; only nn.Linear itself and Conv1D are converted"
+    reason = "{} is a subclass, whose output is not known to be that of nn.Linear"
     assert report.skipped["attention.out_proj"] == reason.format("NonDynamicallyQuantizableLinear")
     assert report.skipped["lazy"] == reason.format("LazyLinear")
     assert report.skipped["bilinear"] == reason.format("Bilinear")
@@ -143,7 +143,7 @@ def test_layers_that_are_not_plain_are_skipped_with_their_reason():
     skipped = convert(model).skipped
     assert skipped.pop("3").startswith("its forward method was replaced")
     assert skipped == {
-        "1": "QuantLinear is a subclass; only nn.Linear itself and Conv1D are converted",
+        "1": "QuantLinear is a subclass, whose output is not known to be that of nn.Linear",
         "2": "tensor parallel layers cannot be sketched, DDP and fully_shard can",
     }
 

@@ -112,16 +112,6 @@ def test_a_module_whose_forward_was_replaced_is_skipped():
     assert report.skipped["1"].startswith("its forward method was replaced")
 
 
-def test_eager_attention_stays_exact_with_a_remedy():
-    model = tiny_model("roberta")
-    model.set_attn_implementation("eager")
-    report = convert(model)
-    reasons = {reason for name, reason in report.skipped.items() if name.endswith("attention.self")}
-    assert len(reasons) == 1
-    assert "set_attn_implementation('sdpa')" in reasons.pop()
-    assert model.config._attn_implementation == "eager"
-
-
 def test_a_model_without_linear_layers_is_converted_too():
     model = nn.Sequential(nn.LayerNorm(8), nn.GELU())
     assert list(convert(model).packed) == ["0", "1"]

@@ -1,0 +1,321 @@
+"""Attention with code of its own: what a region is, what its replay repeats, and when it stays exact."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from statistical import Z
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import convert, revert
+from rmm_linear.activations.region import PackedRegion, reads_softmax
+from rmm_linear.context.learned import MOST_SPREAD, ScoreSpread
+
+BATCH, TOKENS, WIDTH, HEADS = 3, 24, 32, 4
+
+
+class Scores(nn.Module):
+    """Attention whose scores are changed, and whose probabilities are changed, by functions of the subclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.more = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def scores(self, scores, bias):
+        return scores
+
+    def kept(self, p):
+        return p
+
+    def heads(self, x):
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+    def forward(self, x, bias=None):
+        q, k, v = (self.heads(one(x)) for one in (self.q, self.k, self.v))
+        p = self.kept(self.scores(q @ k.transpose(-1, -2) / math.sqrt(WIDTH // HEADS), bias).softmax(-1))
+        return self.o((p @ v).transpose(1, 2).flatten(2)), p
+
+
+class Capped(Scores):
+    def scores(self, scores, bias):
+        return torch.tanh(scores / 2) * 2
+
+
+class Sinks(Scores):
+    def scores(self, scores, bias):
+        return torch.cat((scores, self.more.expand(len(scores), -1, scores.shape[2], 1)), -1)
+
+    def kept(self, p):
+        return p[..., :-1]
+
+
+class Biased(Scores):
+    def scores(self, scores, bias):
+        return scores + bias * self.more
+
+
+class Dropped(Scores):
+    def kept(self, p):
+        return F.dropout(p, 0.3, self.training)
+
+
+class Fused(Scores):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        del self.q, self.k, self.v
+
+    def forward(self, x, bias=None):
+        q, k, v = (self.heads(one) for one in self.qkv(x).chunk(3, -1))
+        return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+class Writing(Scores):
+    def forward(self, x, bias=None):
+        q = self.q(x)
+        q /= math.sqrt(WIDTH // HEADS)
+        q, k, v = self.heads(q), self.heads(self.k(x)), self.heads(self.v(x))
+        return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+class Latent(Scores):
+    """A source reads what another has made, and so does the region."""
+
+    def forward(self, x, bias=None):
+        latent = self.v(x)
+        q, k = self.heads(self.q(x)), self.heads(self.k(F.silu(latent)))
+        return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ self.heads(latent)).transpose(1, 2).flatten(2)), None
+
+
+class Open(Scores):
+    """The region ends with the module."""
+
+    def forward(self, x, bias=None):
+        q, k, v = (self.heads(one(x)) for one in (self.q, self.k, self.v))
+        return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2), None
+
+
+class Gated(Scores):
+    """It reads its own input between the linear layers too."""
+
+    def forward(self, x, bias=None):
+        q, k, v = (self.heads(one(x)) for one in (self.q, self.k, self.v))
+        return self.o(((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2) * x.sigmoid()), None
+
+
+KINDS = [Scores, Capped, Sinks, Biased, Dropped, Fused, Writing, Latent, Open, Gated]
+
+
+class Model(nn.Module):
+    """Two attentions, and a loss that may read the probabilities."""
+
+    def __init__(self, kind, weights=0.0):
+        super().__init__()
+        self.first, self.second, self.weights = kind(), kind(), weights
+        self.bias = nn.Parameter(torch.randn(1, HEADS, TOKENS, TOKENS))
+
+    def forward(self, x):
+        x, p = self.first(x, bias=self.bias)
+        x, _ = self.second(x.relu(), bias=self.bias)
+        extra = self.weights * (p * torch.arange(TOKENS)).square().sum() if self.weights else 0
+        return x.square().sum() + extra, x
+
+
+def model_of(kind, **named):
+    torch.manual_seed(1)
+    return Model(kind, **named).train()
+
+
+def step(model, seed, x):
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss, output = model(x)
+    loss.backward()
+    return output.detach(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def batch():
+    return torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
+
+
+def forms(model):
+    context = next(one.rmm_context for one in model.modules() if isinstance(one, PackedRegion))
+    return list(context.regions.values())
+
+
+def assert_unbiased(model, exact, x, draws=40):
+    """M · ‖mean error‖² is at most Z² times the trace of the covariance, and the bias of softmax."""
+    errors = {}
+    expected = step(exact, 5, x)[1]
+    for draw in range(draws):
+        model.first.rmm_context.salt = draw + 1  # other codes, and the same dropout
+        for name, gradient in step(model, 5, x)[1].items():
+            errors.setdefault(name, []).append((gradient - expected[name]).double())
+    assert errors.keys() == expected.keys()
+    largest = max(float(one.norm()) for one in expected.values())
+    for name, values in errors.items():
+        error = torch.stack(values)
+        noise = float(error.var(0).sum())
+        assert float(error.mean(0).square().sum()) <= (Z**2 / draws + 0.002) * noise + (1e-6 * largest) ** 2, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_the_modules_own_and_gradients_unbiased(kind):
+    model, exact, x = model_of(kind), model_of(kind), batch()
+    convert(model, operations="attention", attention_bits=8)
+    for seed in (5, 6):
+        assert torch.equal(step(model, seed, x)[0], step(exact, seed, x)[0])
+        assert torch.equal(torch.get_rng_state(), (step(exact, seed, x), torch.get_rng_state())[1])
+    assert [one.reason for one in forms(model)] == [None]
+    assert_unbiased(model, exact, x)
+
+
+def test_what_is_found_of_a_region():
+    found = {}
+    for kind in KINDS:
+        model = model_of(kind)
+        convert(model, operations="attention")
+        step(model, 0, batch())
+        (found[kind],) = forms(model)
+    assert {kind: one.calls for kind, one in found.items()} == {**dict.fromkeys(KINDS, 3), Fused: 1}
+    assert {kind for kind, one in found.items() if one.sink is None} == {Open}
+    assert {kind for kind, one in found.items() if one.writes} == {Writing}
+    assert {kind for kind, one in found.items() if one.reads} == {Latent}
+    assert {kind for kind, one in found.items() if 0 not in one.free} == {Gated}
+    assert {kind for kind, one in found.items() if "bias" not in one.free} == {Biased}
+
+
+def test_nothing_of_the_scores_is_saved():
+    saved = []
+    model = model_of(Dropped)
+    convert(model, operations="attention")
+    for _ in range(4):
+        step(model, 0, batch())
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.shape) or one, lambda one: one):
+        model(batch())
+    assert not [shape for shape in saved if len(shape) == 4]
+
+
+def test_further_outputs_have_their_gradient():
+    model, exact, x = model_of(Capped, weights=1e-3), model_of(Capped, weights=1e-3), batch()
+    without = step(model_of(Capped), 5, x)[1]["first.q.weight"]
+    convert(model, operations="attention", attention_bits=8)
+    assert float((step(exact, 5, x)[1]["first.q.weight"] - without).norm()) > 0.1 * float(without.norm())
+    assert_unbiased(model, exact, x)
+
+
+class Unrepeatable(Scores):
+    """Its random numbers are those of another library."""
+
+    numbers = np.random.default_rng(0)
+
+    def kept(self, p):
+        return p * torch.from_numpy(self.numbers.random(p.shape)).float()
+
+
+class Forgetful(Scores):
+    """Without gradients, it computes something else."""
+
+    def kept(self, p):
+        return p if torch.is_grad_enabled() else p.detach() * 1.01
+
+
+@pytest.mark.parametrize("kind", [Unrepeatable, Forgetful])
+def test_a_replay_that_differs_stays_exact_and_says_so(kind, caplog):
+    model, x = model_of(kind), batch()
+    convert(model, operations="attention")
+    with caplog.at_level(logging.WARNING):
+        found = step(model, 5, x)
+    assert "stays exact and saves what it saved before: run again, its code has another" in caplog.text
+    revert(model)
+    if kind is Forgetful:
+        expected = step(model, 5, x)
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(one, found[1][name]) for name, one in expected[1].items())
+
+
+def test_the_check_leaves_no_trace():
+    """In random numbers, parameters' gradients, nor in what linear layers learn and draw."""
+    model, other, x = model_of(Dropped), model_of(Dropped), batch()
+    for one in (model, other):
+        convert(one, operations=("linear", "attention"), min_rows=1)
+    other.first.rmm_context.regions.update(
+        {key: form for key, form in (step(model, 5, x), model.first.rmm_context.regions)[1].items()}
+    )
+    again = model_of(Dropped)
+    convert(again, operations=("linear", "attention"), min_rows=1)
+    for one, two in zip(step(again, 5, x)[1].values(), step(other, 5, x)[1].values(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("kind", [Dropped, Latent, Open])
+def test_a_checkpoint_around_it_changes_nothing(use_reentrant, kind):
+    x, found = batch().requires_grad_(), []
+    for recomputes in (False, True):
+        model = model_of(kind)
+        convert(model, operations="attention", checkpointed="packed")
+        if recomputes:
+            run = model.second.forward
+            model.second.forward = lambda x, bias, run=run: checkpoint(run, x, bias, use_reentrant=use_reentrant)
+        found.append(step(model, 5, x)[1])
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+
+
+def test_scores_that_codes_move_far_take_eight_bits():
+    model, x = model_of(Scores), batch()
+    with torch.no_grad():
+        for one in (model.first.q, model.first.k):
+            one.weight.mul_(8)
+    convert(model, operations="attention")
+    for seed in range(5):
+        step(model, seed, x)
+    learned = [one for one in model.first.rmm_context.learned.values() if isinstance(one, ScoreSpread)]
+    assert [one.is_large for one in learned] == [True, False]
+    assert learned[0].largest > MOST_SPREAD > learned[1].largest > 0
+
+
+def test_frozen_and_evaluated_modules_run_as_they_are():
+    model, exact, x = model_of(Sinks), model_of(Sinks), batch()
+    convert(model, operations="attention")
+    for one in (model, exact):
+        one.eval()
+    assert torch.equal(model(x)[0], exact(x)[0])
+    model.train().requires_grad_(False)
+    assert not model(x)[0].requires_grad
+    model.first.more.requires_grad_(True)
+    step(model, 0, x)
+    assert model.first.more.grad.abs().sum() > 0
+    assert model.first.q.weight.grad is None
+
+
+def test_a_cache_that_is_filled_keeps_it_exact(caplog):
+    config = hf.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50,
+        attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(config).train()
+    convert(model, operations="attention")
+    ids = torch.arange(10).view(1, 10)
+    output = model(ids, use_cache=True)
+    assert output.past_key_values.get_seq_length() == 10
+    assert model.model.layers[0].self_attn.rmm_exact is None
+    with caplog.at_level(logging.WARNING):
+        model(ids, past_key_values=output.past_key_values, use_cache=True)
+    assert "its KV cache is not empty" in caplog.text
+
+
+def test_what_names_a_softmax():
+    assert reads_softmax(Scores())
+    assert reads_softmax(hf.models.llama.modeling_llama.LlamaAttention(hf.LlamaConfig(hidden_size=32), 0))
+    assert not reads_softmax(nn.Linear(2, 2))
+    assert not reads_softmax(hf.models.llama.modeling_llama.LlamaMLP(hf.LlamaConfig(hidden_size=32)))
