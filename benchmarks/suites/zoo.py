@@ -1,0 +1,254 @@
+"""Every text model of transformers, small: what a conversion leaves, and whether outputs and gradients are right.
+
+Build each type of causal, masked and sequence-to-sequence language models with random weights, convert it, train it for
+a few steps, and write what it saves, and what of it stays uncompressed and why. Each type has a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.library import explain, quiet, storage_key
+from benchmarks.processes import ProcessError, call, last_line
+from benchmarks.records import Origin, add_output, origin, put_rows, show
+from rmm_linear import convert, revert
+
+CSV = "zoo.csv"
+TASKS = ("causal", "masked", "seq2seq")
+STEPS = 6  # before bytes are counted: modules have then learned what they learn
+_TOKENS = 4, 128  # more rows than the chunks of a loss have
+_MOST_PARAMETERS = 40_000_000
+# Names of a configuration's sizes, and what they become where there is a whole number.
+_WIDE = "hidden_size d_model n_embd dim embed_dim embedding_size encoder_hidden_size decoder_hidden_size"
+_INNER = "intermediate_size ffn_dim d_ff n_inner d_inner encoder_ffn_dim decoder_ffn_dim ffn_hidden_size"
+_LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers num_decoder_layers num_encoder_layers encoder_layers decoder_layers "
+    "num_hidden_groups"
+)
+_HEADS = (
+    "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads"
+)
+_EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
+_SIZES = {
+    **dict.fromkeys(_WIDE.split(), 128), **dict.fromkeys(_INNER.split(), 256), **dict.fromkeys(_LAYERS.split(), 2),
+    **dict.fromkeys(_HEADS.split(), 4), **dict.fromkeys(_EXPERTS.split(), 4), "moe_intermediate_size": 128,
+    "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 32, "d_kv": 32, "vocab_size": 500,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+    "decoder_start_token_id": 0, "max_position_embeddings": 256, "n_positions": 256, "kv_lora_rank": 32,
+    "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "type_vocab_size": 2,
+    "src_vocab_size": 500, "tgt_vocab_size": 500, "decoder_vocab_size": 500, "rotary_dim": 16,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZooRow(Origin):
+    """One type of model."""
+
+    model: str  # its type
+    task: str  # "causal", "masked" or "seq2seq"
+    status: str = "ok"  # "ok", or why it was not measured
+    before: int = 0  # bytes that the exact model saves
+    after: int = 0  # bytes that the converted one saves, after some steps
+    share: float = 0.0  # the latter by the former
+    logits: str = ""  # "equal", or how far those of a training step are from the exact model's
+    loss: float = 0.0  # difference of the loss, relative
+    noise: float = 0.0  # ‖ĝ − g‖ / ‖g‖ of the whole gradient, root mean square over draws
+    mean: float = 0.0  # ‖mean(ĝ) − g‖² by its expectation without bias, over draws
+    gradients: str = ""  # "same" parameters have one, or how many differ
+    reverted: str = ""  # "same" classes, names of the state_dict and gradients as before, or what differs
+    draws: int = 0  # gradients with other codes
+    stays: str = ""  # what stays uncompressed above 5 % of the exact bytes, and why
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output(parser)
+    parser.add_argument("--types", nargs="+", help="types of models; all text types by default")
+    parser.add_argument("--draws", type=int, default=8, help="gradients per type")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds for one type")
+    parser.add_argument("--until", type=float, default=float("inf"), help="seconds after which no type is begun")
+
+
+def run(arguments: argparse.Namespace) -> Iterator[str]:
+    asked = arguments.types or (sorted(text_types())[::20] if arguments.tiny else sorted(text_types()))
+    unknown = sorted(set(asked) - text_types().keys())
+    if unknown:
+        raise ValueError(f"--types takes text types of transformers, got {', '.join(unknown)}.")
+    begin, path = time.monotonic(), arguments.out / CSV
+    for model in asked:
+        if time.monotonic() - begin > arguments.until:
+            yield f"{model} and what follows it were not begun: {arguments.until:.0f} s have passed."
+            return
+        task = text_types()[model]
+        try:
+            values = call(measured, model, task, arguments.draws, timeout=arguments.limit)
+        except ProcessError as error:
+            values = {"status": re.sub(r"\s+", " ", last_line(error))[:160]}
+        row = ZooRow(model=model, task=task, **values, **origin("cpu", arguments.commit))
+        put_rows(path, [row], lambda one, model=model: one.model == model)
+        yield show([row])
+
+
+def text_types() -> dict[str, str]:
+    """Map the types of language models to their task; a type of several tasks has the first."""
+    from transformers.models.auto import modeling_auto as auto
+
+    found: dict[str, str] = {}
+    names = {
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    for task in TASKS:
+        for model in names[task]:
+            found.setdefault(model, task)
+    return found
+
+
+def made(model: str, task: str) -> nn.Module:
+    """Make a small model of a type, with random weights."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    kinds: dict[str, Any] = {
+        "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }
+    name = kinds[task][model]
+    kind = getattr(transformers, name if isinstance(name, str) else name[0])
+    config = _small(transformers.CONFIG_MAPPING[model])
+    with torch.device("meta"):
+        count = sum(one.numel() for one in kind(config).parameters())
+    if count > _MOST_PARAMETERS:
+        raise ValueError(f"its small configuration has {count:,} parameters")
+    torch.manual_seed(0)
+    return kind(_small(transformers.CONFIG_MAPPING[model])).train()
+
+
+def _small(kind: Any) -> Any:
+    default = kind()
+    sizes = {name: size for name, size in _SIZES.items() if _is_size(getattr(default, name, ""))}
+    if hasattr(default, "is_decoder") and "decoder" not in kind.__name__.lower():
+        sizes["is_decoder"] = default.is_decoder
+    config = _built(kind, sizes)
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    for name in ("text_config", "decoder", "encoder"):
+        inner = getattr(config, name, None)
+        for size, value in _SIZES.items():
+            if hasattr(inner, "model_type") and _is_size(getattr(inner, size, "")):
+                setattr(inner, size, value)
+    return config
+
+
+def _built(kind: Any, sizes: dict[str, int]) -> Any:
+    """Make a configuration of as many of the sizes as its type accepts together."""
+    for chosen in (sizes, *({name: size for name, size in sizes.items() if name != left} for left in sizes)):
+        try:
+            return kind(**chosen)
+        except Exception:  # noqa: S112  (a size that this type checks against others)
+            continue
+    chosen = dict[str, int]()
+    for name, size in sizes.items():
+        try:
+            kind(**chosen, **{name: size})
+            chosen[name] = size
+        except Exception:  # noqa: S112
+            continue
+    return kind(**chosen)
+
+
+def _is_size(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def measured(name: str, task: str, draws: int) -> dict[str, Any]:
+    """Measure one type; runs in a process of its own."""
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    with quiet():
+        model = made(name, task)
+        ids = torch.randint(5, 490, _TOKENS, generator=torch.Generator().manual_seed(1))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        step(model, batch)  # some prepare something in their first pass
+        loss, logits, exact = step(model, batch)
+        before, keys = saved_bytes(model, batch), list(model.state_dict())
+        classes = [type(one) for one in model.modules()]
+        left = [one for one in explain(model, batch).remaining if one.share > 0.05]
+        stays = "; ".join(f"{100 * one.share:.0f} % {one.reason}" for one in left)
+        context = convert(model).context
+        for seed in range(STEPS):
+            step(model, batch, seed)
+        found_loss, found_logits, found = step(model, batch)
+        after, errors = saved_bytes(model, batch), dict[str, Any]()
+        noise = 0.0
+        for draw in range(draws):
+            context.salt = draw + 1
+            gradients = step(model, batch)[2]
+            for one, gradient in exact.items():
+                error = gradients.get(one, torch.zeros_like(gradient)) - gradient
+                errors[one] = errors.get(one, 0) + error / draws
+                noise += float(error.square().sum()) / draws
+        revert(model)
+        again = step(model, batch)[2]
+    size = sum(float(one.square().sum()) for one in exact.values())
+    mean = sum(float(one.square().sum()) for one in errors.values())
+    same = [type(one) for one in model.modules()] == classes and list(model.state_dict()) == keys
+    same_gradients = all(torch.equal(one, again[name]) for name, one in exact.items())
+    return {
+        "before": before,
+        "after": after,
+        "share": after / before,
+        "logits": _distance(logits, found_logits),
+        "loss": abs(found_loss - loss) / max(abs(loss), 1e-30),
+        "noise": (noise / size) ** 0.5,
+        "mean": mean * draws / noise if noise else 0.0,
+        "gradients": "same" if found.keys() == exact.keys() else f"{len(found.keys() ^ exact.keys())} differ",
+        "reverted": "same" if same and same_gradients else "gradients differ" if same else "names or classes differ",
+        "draws": draws,
+        "stays": stays,
+    }
+
+
+def _distance(one: Tensor | None, other: Tensor | None) -> str:
+    if one is None or other is None:
+        return "none"
+    return "equal" if torch.equal(one, other) else f"{float((one - other).abs().max()):.1e}"
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], seed: int = 3) -> tuple[float, Tensor | None, dict[str, Tensor]]:
+    """Return the loss, the logits and the gradients of one training step."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    output = model(**batch)
+    logits = getattr(output, "logits", None)
+    output.loss.backward()
+    gradients = {name: one.grad.double() for name, one in model.named_parameters() if one.grad is not None}
+    return float(output.loss.detach()), None if logits is None else logits.detach().clone(), gradients
+
+
+def saved_bytes(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """Count the bytes of all that a forward pass saves, each storage once, without parameters and buffers."""
+    own = {storage_key(one) for one in (*model.parameters(), *model.buffers())}
+    held: dict[Any, Tensor] = {}
+
+    def save(tensor: Tensor) -> Tensor:
+        if type(tensor) in (Tensor, nn.Parameter) and (key := storage_key(tensor)) not in own:
+            held[key] = tensor  # alive, so that no other storage takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model(**batch).loss  # noqa: B018
+    return sum(one.untyped_storage().nbytes() for one in held.values())
