@@ -25,8 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rmm_linear.activations.attention import AttendingModule, names_in_forward
+from rmm_linear.activations.attention import names_in_forward
 from rmm_linear.activations.attention_function import Attention
+from rmm_linear.activations.region import PackedRegion
+from rmm_linear.activations.region_run import original_forward
 from rmm_linear.config import RMMConfig
 
 NAME = "rmm_sdpa"
@@ -35,13 +37,19 @@ _ASKS = re.compile(r"""_attn_implementation\s*(?:[!=]=|(?:not\s+)?in\b)[^\n]*["'
 _UNSUPPORTED = ("softcap", "s_aux", "cache")
 
 
-class PackedAttention(AttendingModule):
-    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own."""
+class PackedAttention(PackedRegion):
+    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own.
+
+    Attributes:
+        rmm_is_region: Whether it trains as a region, since a call that the function cannot pack.
+    """
 
     config: Any
+    rmm_is_region: bool
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
+        self.rmm_is_region = False
         register()
         _PACKED.add(self)
         # A model makes its masks by the name in a configuration, which is the object that its attention modules have.
@@ -60,6 +68,19 @@ class PackedAttention(AttendingModule):
         super().__setstate__(state)
         register()
         _PACKED.add(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, in which the function packs; or as a region."""
+        if self.rmm_is_region:
+            return super().forward(*args, **kwargs)
+        return original_forward(self)(*args, **kwargs)
+
+    def _note_exact(self, reason: str | None) -> None:
+        """Train as a region from the next call on where the function cannot pack."""
+        if reason is not None and self.rmm_linears and not self.rmm_is_region and not torch.compiler.is_compiling():
+            vars(self)["rmm_is_region"] = True
+            return
+        super()._note_exact(reason)
 
     def _why_not_called(self) -> str:
         name = self.config._attn_implementation
@@ -132,7 +153,7 @@ def packed_sdpa(
             return sdpa(module, query, key, value, attention_mask, **named)[0]
 
     output = None
-    if isinstance(module, PackedAttention):
+    if isinstance(module, PackedAttention) and not module.rmm_is_region:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(query.shape[2] > 1 and attention_mask is None and causal)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -40,6 +40,7 @@ from rmm_linear.context.surroundings import in_backward
 from rmm_linear.sketches.seeds import draw_seed, is_capturing, seeds_of
 
 _WIDE = 8  # bits where scores spread far
+_TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
 _PARTS = "self_attention_cache", "cross_attention_cache"  # of a cache that is two, of which a module fills one
 _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_attn|flex_attention")
 
@@ -75,13 +76,14 @@ class PackedRegion(AttendingModule):
         if call.is_exact or not is_saving or not first.numel():
             return original(*args, **kwargs)
         arguments: Arguments = {**dict(enumerate(args)), **kwargs}
-        reason = _why_exact(self, arguments, first.device)
+        spread = self._spread
+        reason = _TOO_LARGE if spread is not None and spread.is_too_large else None
+        reason = reason or _why_exact(self, arguments, first.device)
         form = None if reason else self._form(original, arguments)
         self._note_exact(reason or (form.reason if form else None))
         if form is None or form.reason:
             return original(*args, **kwargs)
         seed = draw_seed() if call.seed is None else call.seed
-        spread = self._spread
         bits = _WIDE if spread is not None and spread.is_large else self._bits
         run = RegionRun(self, original, form, arguments, call, seeds_of(seed, form.calls), bits)
         if spread is None or not spread.is_observing or in_backward() or isinstance(first, FakeTensor):

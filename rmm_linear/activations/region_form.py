@@ -33,6 +33,8 @@ from rmm_linear.activations.region_run import (
 )
 from rmm_linear.layers.converted import ConvertedModule
 
+_CHOICES = {torch.topk, torch.argmax, torch.sort, torch.argsort, torch.multinomial}
+_CHOICES |= {getattr(Tensor, one.__name__) for one in _CHOICES}
 _WIDTH = 8  # of what is not coded
 _LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a gradient in the check, relative; 1e-2 in half types
 
@@ -49,15 +51,17 @@ def _exact_inside(module: nn.Module) -> Iterator[None]:
 
 
 class _Softmaxes(TorchFunctionMode):
-    """Notes how many linear layers were called before the last softmax."""
+    """Notes how many linear layers were called before the last softmax, and before the last choice by values."""
 
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
-        self.calls, self.last = calls, 0
+        self.calls, self.last, self.choice = calls, 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SOFTMAX or func is F.scaled_dot_product_attention:
             self.last = len(self.calls)
+        if func in _CHOICES:
+            self.choice = len(self.calls)
         return func(*args, **(kwargs or {}))
 
 
@@ -92,6 +96,8 @@ def _look(
     with intercepted(module, called), _Softmaxes(calls) as seen:
         output = original(*positional(given), **named(given))
     form = _found(given, calls, seen.last)
+    if 0 < seen.choice <= form.calls:
+        form.reason = "it chooses by its scores, and decoded ones would choose otherwise"
     if form.reason:
         return form
     leaves = leaves_of(output)[0]

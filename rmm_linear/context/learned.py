@@ -153,6 +153,11 @@ class ScoreSpread(Learned):
         """Whether queries and keys take 8 bits."""
         return self.is_decided and self.largest > MOST_SPREAD
 
+    @property
+    def is_too_large(self) -> bool:
+        """Whether even 8 bits, whose steps are a 17th, would bias the gradient."""
+        return self.is_decided and self.largest > 17 * MOST_SPREAD
+
     def observe(self, query: Tensor, key: Tensor, scale: float) -> None:
         """Look at queries (B, h, Tq, d) and keys (B, hk, Tk, d).
 

@@ -125,16 +125,16 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
         return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up, form)
     if "attention" not in operations:
         return None
-    if not (is_attention(module) and stays_exact(module) is None) and not calls_attention(module):
-        linears = _linears(module)
-        if len(linears) > 1 and reads_softmax(module):
-            saved = f"outputs of its linear layers, {config.attention_bits} bits"
-            set_up = _change_class(module, PackedRegion, linears=linears)
-            return PackedChoice("attention", module, saved, set_up, is_region=True)
-    if is_attention(module) or calls_attention(module):
-        kind = PackedAttention if is_attention(module) else PackedAttentionCaller
-        saved = f"queries, keys and values, {config.attention_bits} bits"
-        return PackedChoice("attention", module, saved, _change_class(module, kind))
+    is_called = is_attention(module)
+    linears = _linears(module) if not calls_attention(module) and _is_light(module) else []
+    if linears and not (is_called and stays_exact(module) is None) and reads_softmax(module):
+        saved = f"outputs of its linear layers, {config.attention_bits} bits"
+        set_up = _change_class(module, PackedRegion, linears=linears)
+        return PackedChoice("attention", module, saved, set_up, is_region=True)
+    if is_called or calls_attention(module):
+        options = {"linears": linears} if is_called else {}
+        set_up = _change_class(module, PackedAttention if is_called else PackedAttentionCaller, **options)
+        return PackedChoice("attention", module, f"queries, keys and values, {config.attention_bits} bits", set_up)
     return None
 
 
@@ -142,6 +142,13 @@ def _linears(module: nn.Module) -> list[str]:
     """Return the names of a module's children that are linear layers, with adapters or without."""
     children = module.named_children()
     return [name for name, child in children if is_linear_like(getattr(child, "base_layer", child))]
+
+
+def _is_light(module: nn.Module) -> bool:
+    """Say whether there are no linear layers nor experts between a module's own linear layers."""
+    between = _between(module)
+    parameters = [one for inner in (module, *between) for one in inner.parameters(recurse=False)]
+    return not any(map(is_linear_like, between)) and all(one.dim() < 3 or 1 in one.shape for one in parameters)
 
 
 def _between(module: nn.Module) -> list[nn.Module]:
