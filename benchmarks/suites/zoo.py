@@ -7,6 +7,7 @@ a few steps, and write what it saves, and what of it stays uncompressed and why.
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import time
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ _SIZES = {
     "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 32, "d_kv": 32, "vocab_size": 500,
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
     "decoder_start_token_id": 0, "max_position_embeddings": 256, "n_positions": 256, "kv_lora_rank": 32,
-    "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "type_vocab_size": 2,
+    "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "type_vocab_size": 2,
     "src_vocab_size": 500, "tgt_vocab_size": 500, "decoder_vocab_size": 500, "rotary_dim": 16,
     "first_k_dense_replace": 1,
 }  # fmt: skip
@@ -137,16 +138,16 @@ def made(model: str, task: str) -> nn.Module:
 
 def _small(kind: Any) -> Any:
     default = kind()
-    sizes = {name: size for name, size in _SIZES.items() if _is_size(getattr(default, name, ""))}
-    if hasattr(default, "is_decoder") and "decoder" not in kind.__name__.lower():
-        sizes["is_decoder"] = default.is_decoder
+    sizes = {name: size for name, size in _SIZES.items() if _is_size(default, name)}
+    if "kv_lora_rank" in sizes:  # as many heads of keys as of queries
+        sizes["num_key_value_heads"] = 4
     config = _built(kind, sizes)
     if getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     for name in ("text_config", "decoder", "encoder"):
         inner = getattr(config, name, None)
         for size, value in _SIZES.items():
-            if hasattr(inner, "model_type") and _is_size(getattr(inner, size, "")):
+            if hasattr(inner, "model_type") and _is_size(inner, size):
                 setattr(inner, size, value)
     return config
 
@@ -168,7 +169,11 @@ def _built(kind: Any, sizes: dict[str, int]) -> Any:
     return kind(**chosen)
 
 
-def _is_size(value: object) -> bool:
+def _is_size(config: object, name: str) -> bool:
+    try:
+        value = getattr(config, name, "")
+    except AttributeError:  # that layers have their own
+        return False
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
@@ -177,7 +182,7 @@ def measured(name: str, task: str, draws: int) -> dict[str, Any]:
     import transformers
 
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     with quiet():
         model = made(name, task)
         ids = torch.randint(5, 490, _TOKENS, generator=torch.Generator().manual_seed(1))
@@ -195,7 +200,7 @@ def measured(name: str, task: str, draws: int) -> dict[str, Any]:
         after, errors = saved_bytes(model, batch), dict[str, Any]()
         noise = 0.0
         for draw in range(draws):
-            context.salt = draw + 1
+            vars(context)["salt"] = draw + 1
             gradients = step(model, batch)[2]
             for one, gradient in exact.items():
                 error = gradients.get(one, torch.zeros_like(gradient)) - gradient

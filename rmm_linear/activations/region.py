@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.attention import AttendingModule
 from rmm_linear.activations.region_form import look
-from rmm_linear.activations.region_run import Arguments, RegionForm, RegionRun, Scores, is_cache
+from rmm_linear.activations.region_run import Arguments, Filled, RegionForm, RegionRun, Scores
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import ScoreSpread
 from rmm_linear.context.surroundings import in_backward
@@ -41,7 +41,6 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing, seeds_of
 
 _WIDE = 8  # bits where scores spread far
 _TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
-_PARTS = "self_attention_cache", "cross_attention_cache"  # of a cache that is two, of which a module fills one
 _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_attn|flex_attention")
 
 
@@ -78,7 +77,7 @@ class PackedRegion(AttendingModule):
         arguments: Arguments = {**dict(enumerate(args)), **kwargs}
         spread = self._spread
         reason = _TOO_LARGE if spread is not None and spread.is_too_large else None
-        reason = reason or _why_exact(self, arguments, first.device)
+        reason = reason or _why_exact(first.device)
         form = None if reason else self._form(original, arguments)
         self._note_exact(reason or (form.reason if form else None))
         if form is None or form.reason:
@@ -86,10 +85,14 @@ class PackedRegion(AttendingModule):
         seed = draw_seed() if call.seed is None else call.seed
         bits = _WIDE if spread is not None and spread.is_large else self._bits
         run = RegionRun(self, original, form, arguments, call, seeds_of(seed, form.calls), bits)
-        if spread is None or not spread.is_observing or in_backward() or isinstance(first, FakeTensor):
-            return run.forward()
-        with Scores() as run.scores:
-            output = run.forward()
+        try:
+            if spread is None or not spread.is_observing or in_backward() or isinstance(first, FakeTensor):
+                return run.forward()
+            with Scores() as run.scores:
+                output = run.forward()
+        except Filled:
+            self._note_exact("its KV cache is not empty")
+            return original(*args, **kwargs)
         spread.observe_errors(run.errors)
         run.errors.clear()
         return output
@@ -132,16 +135,8 @@ def reads_softmax(module: nn.Module) -> bool:
     return False
 
 
-def _why_exact(module: Any, arguments: Arguments, device: torch.device) -> str | None:
+def _why_exact(device: torch.device) -> str | None:
     """Say why a call stays exact."""
-    place = getattr(module, "layer_idx", None) or 0
-    for value in filter(is_cache, arguments.values()):
-        parts = [one for name in _PARTS if (one := getattr(value, name, None)) is not None] or [value]
-        try:
-            if all(int(part.get_seq_length(place)) for part in parts):
-                return "its KV cache is not empty"
-        except (TypeError, ValueError, IndexError):
-            return "its KV cache does not say how long it is"
     if is_capturing(device):
         return "a CUDA graph is captured, in which the state that dropout is drawn from cannot be read"
     return None

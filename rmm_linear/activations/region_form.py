@@ -19,6 +19,7 @@ from rmm_linear.activations.region_run import (
     RegionForm,
     RegionRun,
     Stop,
+    Which,
     intercepted,
     is_cache,
     leaves_of,
@@ -139,7 +140,7 @@ def _value_of(run: RegionRun) -> Tensor:
     """Run a region up to its sink."""
     join = run.joined
 
-    def stop(value: Tensor, which: int | None = None) -> Tensor:
+    def stop(value: Tensor, which: Which = None) -> Tensor:
         raise Stop(join(value, which))
 
     run.joined = stop

@@ -22,6 +22,8 @@ from rmm_linear.ops.regions import pack_source, unpack_source
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 Arguments = dict[int | str, Any]  # by position or name
+Which = int | tuple[int, int] | None  # a leaf of the output; the key or value of a call that fills a cache; the sink's
+PARTS = "self_attention_cache", "cross_attention_cache"  # of a cache that is two, of which a module fills one
 
 
 class Stop(BaseException):
@@ -31,6 +33,10 @@ class Stop(BaseException):
         """Take what the sink gets."""
         super().__init__()
         self.value = value
+
+
+class Filled(BaseException):
+    """Leaves a module's forward where it reads a cache that is not empty, as a second run would not find it again."""
 
 
 @dataclass
@@ -77,6 +83,32 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "update") and hasattr(value, "get_seq_length")
 
 
+def parts_of(cache: Any) -> list[Any]:
+    """Return the two caches that one consists of, or it."""
+    return [one for name in PARTS if (one := getattr(cache, name, None)) is not None] or [cache]
+
+
+def _layer(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if name == "layer_idx"}
+
+
+class _Refill:
+    """Stands for an empty cache when a module runs again for what it has put there."""
+
+    def __init__(self, which: tuple[int, int]) -> None:
+        self.which, self.count, self.is_updated = which, 0, {}
+        self.self_attention_cache = self.cross_attention_cache = self
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.count == self.which[0]:
+            raise Stop((key, value)[self.which[1]])
+        self.count += 1
+        return key, value
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+
 def leaves_of(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of arguments or outputs, caches as they are."""
     return tree_flatten(tree, is_leaf=is_cache)
@@ -108,10 +140,14 @@ class RegionRun:
         """Run the module."""
         first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
         self.device, self.autocast = first.device, autocast_now([first.device.type])
+        before = random_state(self.device)
         torch.set_grad_enabled(self.form.reads)
         try:
-            with intercepted(self.module, self._called):
+            with intercepted(self.module, self._called), self._caching():
                 output = self.original(*positional(self.arguments), **named(self.arguments))
+        except Filled:
+            set_random_state(self.device, before)
+            raise
         finally:
             torch.set_grad_enabled(True)
         if not self.is_done or self.form.outputs:
@@ -155,12 +191,38 @@ class RegionRun:
         if place >= 0 and not torch.equal(self.after[place], random_state(self.device)):
             self.drawn[place] = self.after[place]
 
-    def joined(self, value: Tensor, which: int | None = None) -> Tensor:
+    def joined(self, value: Tensor, which: Which = None) -> Tensor:
         """Return a value of the region as the result of the autograd function."""
         if self.scores is not None and which is None:
             self._compare(self.scores)
         kept = [one for one in self._kept() if one.requires_grad]
         return RegionFunction.run(value, self, which, *self.outs, *kept, *self.parameters())
+
+    @contextmanager
+    def _caching(self) -> Iterator[None]:
+        """Give caches keys and values that have a gradient: another call may read them."""
+        caches = [one for one in leaves_of(self.arguments)[0] if is_cache(one)]
+        parts = [one for cache in caches for one in parts_of(cache) if "update" not in vars(one)]
+        count = 0
+
+        def update(part: Any, real: Callable[..., Any], key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if int(part.get_seq_length(*args[:1]) if args else part.get_seq_length(**_layer(kwargs))):
+                raise Filled
+            self._note_draws(len(self.like) - 1)
+            with torch.enable_grad():
+                key, value = (self.joined(one, (count, i)) for i, one in enumerate((key, value)))
+                count += 1
+                found = real(key, value, *args, **kwargs)
+            return tuple(one.detach() for one in found)
+
+        try:
+            for part in parts:
+                vars(part)["update"] = functools.partial(update, part, part.update)
+            yield
+        finally:
+            for part in parts:
+                vars(part).pop("update", None)
 
     def _compare(self, scores: Scores) -> None:
         """Note the scores of this call, and those of the decoded values."""
@@ -245,9 +307,9 @@ class RegionFunction(SavingFunction):
     """A value of a region, whose gradients the module's own code computes from decoded values."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, run: RegionRun, which: int | None, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, run: RegionRun, which: Which, *inputs: Tensor) -> Tensor:
         """Return the value. inputs: Outputs of the sources, arguments that need a gradient, and parameters."""
-        ctx.run, ctx.which, ctx.call, form = run, which, run.call, run.form
+        ctx.run, ctx.which, ctx.call, ctx.calls, form = run, which, run.call, len(run.stored), run.form
         ctx.drawn = list(run.drawn)
         ctx.values = {}  # of the arguments, without tensors
         tensors: list[Tensor] = []
@@ -256,7 +318,8 @@ class RegionFunction(SavingFunction):
             held: list[Any] = []
             for leaf in leaves:
                 if not isinstance(leaf, Tensor):
-                    held.append(None if is_cache(leaf) else leaf)
+                    refill = _Refill(which) if isinstance(which, tuple) else None
+                    held.append(refill if is_cache(leaf) else leaf)
                 elif key in form.free:
                     held.append(_AbsentTensor(leaf.shape, leaf.dtype, leaf.device))
                 else:
@@ -277,7 +340,7 @@ class RegionFunction(SavingFunction):
         if y is None:
             return (None,) * (3 + needed)
         SavingFunction.received(ctx, y, "a region of attention")
-        calls, saved = len(run.like), ctx.saved_tensors
+        calls, saved = ctx.calls, ctx.saved_tensors
         tensors = saved[calls : calls + ctx.tensors]
         states = dict(zip(ctx.drawn, saved[calls + ctx.tensors :], strict=False))
         outs = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
@@ -332,11 +395,11 @@ def replay(
     arguments: Arguments,
     states: dict[int, Tensor] | None = None,
     sink_shape: torch.Size | None = None,
-    which: int | None = None,
+    which: Which = None,
 ) -> Tensor:
     """Run a module's own code with given outputs of its sources; return what the sink gets, or a leaf of the output.
 
-    states: Random states behind some sources. which: The leaf; None is what the sink gets, or the first one.
+    states: Random states behind some sources. which: None is what the sink gets, or the first leaf of the output.
     """
     place = 0
 
@@ -358,7 +421,9 @@ def replay(
     except Stop as stop:
         return stop.value
     leaves = leaves_of(output)[0]
-    return next(one for one in leaves if isinstance(one, Tensor)) if which is None else leaves[which]
+    if isinstance(which, int):
+        return leaves[which]
+    return next(one for one in leaves if isinstance(one, Tensor))
 
 
 def original_forward(module: Any) -> Callable[..., Any]:

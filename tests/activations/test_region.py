@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 
@@ -312,6 +313,63 @@ def test_a_cache_that_is_filled_keeps_it_exact(caplog):
     with caplog.at_level(logging.WARNING):
         model(ids, past_key_values=output.past_key_values, use_cache=True)
     assert "its KV cache is not empty" in caplog.text
+
+
+class Read(nn.Module):
+    """The second layer reads the keys and values that the first has put into the cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.layer = model, model.model.layers[0]
+
+    def forward(self, x):
+        places = torch.arange(TOKENS).unsqueeze(0)
+        rotary, cache = self.model.model.rotary_emb(x, places), hf.DynamicCache(config=self.model.config)
+        first = self.layer(x, position_embeddings=rotary, past_key_values=cache)
+        output = self.layer(first, position_embeddings=rotary, past_key_values=cache)
+        return output.square().sum(), output
+
+
+def test_what_is_read_from_a_cache_has_its_gradient():
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.LlamaConfig(**sizes, vocab_size=50, attn_implementation="eager")
+    errors, x = {}, batch()
+    torch.manual_seed(0)
+    exact = Read(hf.LlamaForCausalLM(config).train())
+    model = copy.deepcopy(exact)
+    context = convert(model, operations="attention", attention_bits=8).context
+    output, expected = step(exact, 5, x)
+    for draw in range(20):
+        context.salt = draw + 1
+        found, gradients = step(model, 5, x)
+        assert torch.equal(found, output)
+        for name, gradient in gradients.items():
+            errors.setdefault(name, []).append((gradient - expected[name]).double())
+    for name, values in errors.items():  # half of the gradient of keys and values comes through the cache
+        assert float(torch.stack(values).mean(0).norm()) < 0.02 * float(expected[name].norm()), name
+
+
+def test_a_call_that_the_function_cannot_pack_makes_a_region():
+    config = hf.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50
+    )
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(config).train()
+    exact = copy.deepcopy(model)
+    convert(model, operations="attention")
+    attention, ids = model.model.layers[0].self_attn, torch.arange(10).view(1, 10)
+    assert not attention.rmm_is_region
+    mask = torch.zeros(1, 1, 10, 10, requires_grad=True)
+    for _ in range(2):
+        output = model(ids, attention_mask=mask, labels=ids)
+        output.loss.backward()
+        assert attention.rmm_is_region
+        assert attention.rmm_exact is None
+    expected = exact(ids, attention_mask=mask.detach().requires_grad_(), labels=ids)
+    assert torch.equal(output.logits, expected.logits)
+    assert mask.grad.abs().sum() > 0
+    revert(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_what_names_a_softmax():
