@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.library import QUALITIES, SAMPLERS, table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
 from benchmarks.suites import growth, host, linear, models, operators
+from benchmarks.suites.zoo import ZooRow
 
 _ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
 
@@ -174,7 +176,38 @@ _MAKERS = {
     "growth": _growth,
     "host": _host,
 }
+
+
+def _zoo(rows: Sequence[ZooRow]) -> str:
+    spec = {
+        "type": of("model"),
+        "task": of("task"),
+        "bytes left": lambda row: f"{100 * row.share:.0f} %",
+        "noise": lambda row: digits(row.noise),
+        "what stays, of the exact bytes": lambda row: row.stays.replace("|", "\\|") or "–",
+    }
+    return columns(sorted((row for row in rows if row.status == "ok"), key=lambda row: row.share), spec)
+
+
+def _zoo_counts(rows: Sequence[ZooRow]) -> str:
+    found = [row for row in rows if row.status == "ok"]
+    shares = sorted(row.share for row in found)
+    lines = {
+        "types measured": len(found),
+        "bytes left, median": f"{100 * statistics.median(shares):.0f} %",
+        "bytes left, nine of ten at most": f"{100 * shares[-(-9 * len(shares) // 10) - 1]:.0f} %",
+        "logits equal to the bit, of those that have them": f"{sum(row.logits == 'equal' for row in found)} of "
+        f"{sum(row.logits != 'none' for row in found)}",
+        "same parameters have a gradient": f"{sum(row.gradients == 'same' for row in found)}",
+        "as before after `revert`": f"{sum(row.reverted == 'same' for row in found)}",
+        "types that these small sizes do not build, or that took too long": len(rows) - len(found),
+    }
+    return table(("", ""), [(title, str(value)) for title, value in lines.items()])
+
+
 TABLES: dict[str, Table] = {
+    "zoo": from_csv("zoo", ZooRow, _zoo),
+    "zoo-counts": from_csv("zoo", ZooRow, _zoo_counts),
     "noise": from_csv("noise", Surveyed, _survey),
     "sampling": from_csv("sampling", Sampled, _sampling),
     "presets": from_csv("blocks-presets", PresetRow, _presets),
