@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from peft_helpers import lora
 from statistical import Z
 from torch import nn
 from torch.nn import functional as F
@@ -370,6 +371,36 @@ def test_a_call_that_the_function_cannot_pack_makes_a_region():
     assert mask.grad.abs().sum() > 0
     revert(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_adapters_on_the_linear_layers_train():
+    """Those of a region's sources and sink: the output is the exact one, gradients accumulate, others get none."""
+    model = lora("llama")
+    model.set_attn_implementation("eager")
+    exact = copy.deepcopy(model)
+    context = convert(model, operations="attention", attention_bits=8).context
+    ids = torch.arange(40).view(2, 20) % 60
+    errors, found = {}, {}
+    for one in (model, exact):
+        torch.manual_seed(0)
+        found[one] = one(input_ids=ids).logits
+    assert torch.equal(found[model], found[exact])
+    for draw in range(12):
+        context.salt = draw
+        for one in (model, exact):
+            one.zero_grad()
+            for part in ids:
+                one(input_ids=part[None], labels=part[None]).loss.backward()
+        pairs = zip(model.named_parameters(), exact.parameters(), strict=True)
+        for (name, one), other in pairs:
+            assert (one.grad is None) == (other.grad is None), name
+            if other.grad is not None:
+                errors.setdefault(name, []).append((one.grad - other.grad) / other.grad.norm())
+    assert len(errors) == 2 * 3 * 2  # layers, targets, and A and B
+    assert all(float(torch.stack(values).mean(0).norm()) < 0.02 for values in errors.values())
+    model.eval()
+    expected = exact.eval().generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False), expected)
 
 
 def test_what_names_a_softmax():

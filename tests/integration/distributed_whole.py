@@ -36,8 +36,10 @@ class Counted:
 
 def made(name, **settings):
     """Without settings, exact. A chunk of the head is smaller than a batch."""
-    model = tiny_model(name, dropout=0.0).train()
+    model = tiny_model(name.removesuffix(" eager"), dropout=0.0).train()
     model.config.use_cache = False
+    if name.endswith(" eager"):  # attention with code of its own, and a parameter in it
+        model.set_attn_implementation("eager")
     if settings:
         convert(model, **settings)
         if name != "roberta":
@@ -133,6 +135,7 @@ def ddp(rank):
     return {
         "padding": whole_step(DistributedDataParallel, "roberta", rank)[0],
         "unused": whole_step(unused, "llama", rank)[0],
+        "own code": whole_step(DistributedDataParallel, "t5 eager", rank)[0],
         "draws": draws_differ(rank),
         "own loss": {"ddp": own_loss(DistributedDataParallel, rank), "unused": own_loss(unused, rank)},
     }
@@ -173,7 +176,7 @@ def sharded(name, rank):
 
 def fsdp(rank):
     """An encoder and a language model, and one whose root is sharded again after its forward pass."""
-    found = {name: sharded(name, rank) for name in ("roberta", "llama")}
+    found = {name: sharded(name, rank) for name in ("roberta", "llama", "t5 eager")}
     return {**found, "own loss": {"resharding": own_loss(resharding, rank)}}
 
 

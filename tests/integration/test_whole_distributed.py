@@ -9,8 +9,10 @@ NEEDS_FSDP = "fully_shard of this PyTorch does not run on CPU, as in 2.6"
 CASES = [
     ("ddp", "padding"),
     ("ddp", "unused"),
+    ("ddp", "own code"),
     ("fsdp", "roberta"),
     ("fsdp", "llama"),
+    ("fsdp", "t5 eager"),
     *(
         pytest.param(*case, marks=at_length)
         for case in (("ddp", "static"), ("ddp", "logits"), ("fsdp", "gpt2"), ("fsdp", "t5"), ("fsdp", "resharding"))
@@ -81,7 +83,9 @@ def test_ranks_draw_different_numbers_for_every_operation(run):
         assert first[operation] != second[operation], operation
 
 
-@pytest.mark.parametrize("name", ["roberta", "llama", *(pytest.param(n, marks=at_length) for n in ("gpt2", "t5"))])
+@pytest.mark.parametrize(
+    "name", ["roberta", "llama", "t5 eager", *(pytest.param(n, marks=at_length) for n in ("gpt2", "t5"))]
+)
 def test_a_sharded_model_is_reverted(run, name):
     for rank in run("fsdp", name):
         assert rank["left"] == 0
