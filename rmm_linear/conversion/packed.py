@@ -1,4 +1,4 @@
-"""Choose the modules that are to save less: activations, norms, attention, dropout and output layers."""
+"""Choose the modules that are to save less: activations, norms, attention, dropout, experts and output layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rmm_linear.activations.attention import PackedAttentionCaller, calls_attent
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule, packed_class
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
+from rmm_linear.activations.experts import PackedExperts, experts_bits, is_experts, why_exact, why_outside
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
@@ -61,15 +62,28 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
         if choice is None:
             if "activation" in config.operations and lacks_weights(module):
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
+            elif "experts" in config.operations and (why := why_outside(module)) is not None:
+                skipped[name] = why
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module):
             reason = stays_exact(module)
+        if reason is None and choice.operation == "experts":
+            reason = why_exact(module)
         if reason is None:
             found[name] = choice
         else:
             skipped[name] = reason
     return found, skipped
+
+
+def outside_experts(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, str]:
+    """Leave out the modules inside of experts that are to be converted: their code is the derivative of all."""
+    if "experts" not in config.operations:
+        return names
+    experts = [one for one, name in names.items() if is_experts(one) and _skip_reason(one, name, config) is None]
+    inside = {one for module in experts if why_exact(module) is None for one in module.modules() if one is not module}
+    return {module: name for module, name in names.items() if module not in inside}
 
 
 def _skip_reason(module: nn.Module, name: str, config: RMMConfig) -> str | None:
@@ -111,6 +125,10 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
         kind = PackedAttention if is_attention(module) else PackedAttentionCaller
         saved = f"queries, keys and values, {config.attention_bits} bits"
         return PackedChoice("attention", module, saved, _change_class(module, kind))
+    if "experts" in operations and is_experts(module):
+        bits = f"{experts_bits(config):g} bits"
+        saved = f"tokens and products, {bits}; the gate's derivative, {config.activation_bits} bits"
+        return PackedChoice("experts", module, saved, _change_class(module, PackedExperts))
     return None
 
 
