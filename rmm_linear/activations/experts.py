@@ -34,7 +34,7 @@ from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.function import SavingFunction
-from rmm_linear.ops.experts import Coded, decode_experts, encode_experts, grouped_outer, grouped_product
+from rmm_linear.ops.experts import coded_shapes, decode_experts, encode_experts, grouped_outer, grouped_product
 from rmm_linear.packing import CODES
 from rmm_linear.sketches.seeds import is_capturing
 
@@ -154,14 +154,13 @@ class ExpertsFunction(SavingFunction):
         rows = _Rows(index, valid, up, up_bias, module)
         output, h, d = rows.gated(x, weights)
         needs_d = needs_x or needs_up or needs_up_bias
-        ctx.needs = needs_d, needs_weights or needs_down, needs_up
+        needs = needs_d, needs_weights or needs_down, needs_up
         tokens = x if valid is None else x.index_select(0, valid)
         bits = module.rmm_config.activation_bits, experts_bits(module.rmm_config)
-        matrices = [one if needed else None for one, needed in zip((d, h, tokens), ctx.needs, strict=True)]
-        widths = zip(matrices, (bits[0], bits[1], bits[1]), strict=True)
-        ctx.shapes: list[Coded] = [(*one.shape, width) for one, width in widths if one is not None]
+        matrices = [one if needed else None for one, needed in zip((d, h, tokens), needs, strict=True)]
+        ctx.shapes = coded_shapes(matrices, *bits)
         with autocast_off(x.device.type):
-            stored = encode_experts(*matrices, *bits, call.seed) if ctx.shapes else None
+            stored = encode_experts(*matrices, *bits, call.seed) if any(needs) else None
         ctx.call, ctx.pairs, ctx.is_transposed, ctx.dtype = call, module.rmm_pairs, rows.is_transposed, d.dtype
         ctx.dtypes = [None if one is None else one.dtype for one in (x, weights, up, up_bias, down, down_bias)]
         kept = up if needs_x else None, down if needs_d or needs_weights else None, down_bias if needs_weights else None
@@ -191,8 +190,7 @@ def _gradients(ctx: Any, y: Tensor) -> list[Tensor | None]:
     experts, source = index.reshape(-1)[order], order // index.shape[1]
     ends = _ends(experts, ctx.experts)
     w = weights.reshape(-1)[order].unsqueeze(1)
-    coded = decode_experts(stored, ctx.shapes, dtype) if ctx.shapes else iter(())
-    d, h, x = (next(coded) if needed else None for needed in ctx.needs)
+    d, h, x = decode_experts(stored, ctx.shapes, dtype) if stored is not None else (None, None, None)
     ys = y.to(dtype)[source]
     yw = (ys * w).to(dtype)
 

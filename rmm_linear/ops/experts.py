@@ -37,17 +37,16 @@ def _flops(*shapes: Sequence[int] | float | None) -> int:
     return sum(2 * GROUP * math.prod(shape) for shape in shapes[:3] if isinstance(shape, Sequence))
 
 
-def _coded(
-    derivative: Tensor | None, product: Tensor | None, x: Tensor | None, derivative_bits: float, bits: float
-) -> list[tuple[Tensor, float]]:
-    widths = whole(derivative_bits), whole(bits), whole(bits)
-    pairs = zip((derivative, product, x), widths, strict=True)
-    return [(one, width) for one, width in pairs if one is not None and width is not None]
+def experts_parts(shapes: Sequence[Coded | None]) -> list[Part]:
+    """Return the shapes and dtypes of a seed for every matrix, and of codes and scales of those that are stored."""
+    parts = [part for shape in shapes if shape is not None for part in encoded_parts(*shape)]
+    return [((len(shapes),), torch.int64), *parts]
 
 
-def experts_parts(shapes: Sequence[Coded]) -> list[Part]:
-    """Return the shapes and dtypes of seeds, and of codes and scales of every matrix."""
-    return [((len(shapes),), torch.int64), *(part for shape in shapes for part in encoded_parts(*shape))]
+def coded_shapes(matrices: Sequence[Tensor | None], derivative_bits: float, bits: float) -> list[Coded | None]:
+    """Return the shape and the width of every matrix; None for one that is not given."""
+    widths = zip(matrices, (derivative_bits, bits, bits), strict=True)
+    return [None if one is None else (one.shape[0], one.shape[1], whole(width) or 0) for one, width in widths]
 
 
 @operator("encode_experts", samples=_samples, flops=_flops)
@@ -59,35 +58,45 @@ def encode_experts(
     bits: float,
     seed: int | None,
 ) -> Tensor:
-    """Encode the matrices that are given, with independent errors; return the bytes of :func:`experts_parts`.
+    """Encode the matrices that are given, one at least, with independent errors: the bytes of :func:`experts_parts`.
 
     derivative: Of the gate, in ``derivative_bits``. product: The gate's output. x: The tokens. Floating point, of any
-    numbers of rows and columns.
+    numbers of rows and columns. The code of one does not depend on which others are given.
     """
-    coded = _coded(derivative, product, x, derivative_bits, bits)
-    parts = experts_parts([(*matrix.shape, width) for matrix, width in coded])
-    stored = blank_stored(coded[0][0], parts)
-    seeds, *places = views(stored, parts)
+    matrices = derivative, product, x
+    shapes = coded_shapes(matrices, derivative_bits, bits)
+    parts = experts_parts(shapes)
+    stored = blank_stored(_first(matrices), parts)
+    seeds, *rest = views(stored, parts)
     fill_seeds(seeds, seed)
-    for i, (matrix, width) in enumerate(coded):
-        codes, scales = ENCODE(matrix, width, seeds[i : i + 1])
-        places[2 * i].copy_(codes)
-        places[2 * i + 1].copy_(scales)
+    places = iter(rest)
+    for i, (matrix, shape) in enumerate(zip(matrices, shapes, strict=True)):
+        if matrix is not None and shape is not None:
+            for made in ENCODE(matrix, shape[2], seeds[i : i + 1]):
+                next(places).copy_(made)
     return stored
+
+
+def _first(matrices: Sequence[Tensor | None]) -> Tensor:
+    return next(one for one in matrices if one is not None)
 
 
 @encode_experts.register_fake
 def _(derivative, product, x, derivative_bits, bits, seed):
-    coded = _coded(derivative, product, x, derivative_bits, bits)
-    parts = experts_parts([(*matrix.shape, width) for matrix, width in coded])
-    return coded[0][0].new_empty(stored_bytes(parts), dtype=torch.uint8)
+    matrices = derivative, product, x
+    parts = experts_parts(coded_shapes(matrices, derivative_bits, bits))
+    return _first(matrices).new_empty(stored_bytes(parts), dtype=torch.uint8)
 
 
-def decode_experts(stored: Tensor, shapes: Sequence[Coded], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Decode the matrices of :func:`encode_experts`, of given shapes, one after the other."""
-    seeds, *places = views(stored, experts_parts(shapes))
-    for i, (_, columns, bits) in enumerate(shapes):
-        yield DECODE(places[2 * i], places[2 * i + 1], seeds[i : i + 1], bits, columns, dtype)
+def decode_experts(stored: Tensor, shapes: Sequence[Coded | None], dtype: torch.dtype) -> Iterator[Tensor | None]:
+    """Decode the matrices of :func:`encode_experts` one after the other, None for those that were not given."""
+    seeds, *rest = views(stored, experts_parts(shapes))
+    places = iter(rest)
+    for i, shape in enumerate(shapes):
+        if shape is None:
+            yield None
+        else:
+            yield DECODE(next(places), next(places), seeds[i : i + 1], shape[2], shape[1], dtype)
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -97,9 +106,10 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """
     if _runs_grouped(rows, weights) and _GROUPED is not None:
         return _GROUPED(rows, weights, offs=ends)
-    output = rows.new_zeros(len(rows), weights.shape[2])
-    for expert, group in _groups(ends):
-        torch.mm(rows[group], weights[expert], out=output[group])
+    output, begin = rows.new_empty(len(rows), weights.shape[2]), 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        torch.mm(rows[begin:end], weight, out=output[begin:end])
+        begin = end
     return output
 
 
@@ -107,18 +117,11 @@ def grouped_outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return aᵀ b of the rows of every expert, (E, A, B), for (S, A) and (S, B): zeros for an expert without rows."""
     if _runs_grouped(a.T, b) and _GROUPED is not None:
         return _GROUPED(a.T, b, offs=ends)
-    output = a.new_zeros(len(ends), a.shape[1], b.shape[1])
-    for expert, group in _groups(ends):
-        torch.mm(a[group].T, b[group], out=output[expert])
-    return output
-
-
-def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    begin = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > begin:
-            yield expert, slice(begin, end)
+    output, begin = a.new_empty(len(ends), a.shape[1], b.shape[1]), 0
+    for product, end in zip(output, ends.tolist(), strict=True):
+        torch.mm(a[begin:end].T, b[begin:end], out=product)
         begin = end
+    return output
 
 
 def _runs_grouped(a: Tensor, b: Tensor) -> bool:

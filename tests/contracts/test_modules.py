@@ -63,6 +63,8 @@ WITHOUT = {
     **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
     ("norm nemotron", "fused"): "how it rounds half types is not known",
     ("gated t5", "fused"): "its dropout draws another mask",
+    ("experts", "shapes"): "those of transformers return a constant for no rows",
+    ("experts", "compile"): "it divides compiled code",
     ("gated t5", "compile"): "an operator draws the seed, in compiled code, before dropout draws its mask",
 }
 
