@@ -272,32 +272,32 @@ class _Rows:
 
     def gated(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the module's own forward; return its output, the gate's of the rows, and its derivative."""
-        module, taken = self.module, list[tuple[Tensor, Tensor, Tensor]]()
+        module, name = self.module, getattr(self.module.config, "_experts_implementation", None)
+        known, given, taken = module.rmm_orders.get(name), list[Tensor](), list[tuple[Tensor, Tensor]]()
 
         def take(rows: Tensor) -> Tensor:
-            taken.append((rows, *gate_and_derivative(module.own_gate, rows)))
-            return taken[-1][1]
+            if known is None:  # else not held in addition to what is made of it
+                given.append(rows)
+            taken.append(gate_and_derivative(module.own_gate, rows))
+            return taken[-1][0]
 
         has_values = not isinstance(x, FakeTensor) and not is_capturing(x.device)
-        name = getattr(module.config, "_experts_implementation", None)
-        known = module.rmm_orders.get(name)
         is_taking = known != "other" if has_values else known not in (None, "other")
         vars(module)["rmm_take"] = take if is_taking else None
         try:
             output = module.exact_forward(x, self.index, weights)
         finally:
             vars(module)["rmm_take"] = None
-        is_whole = len(taken) == 1 and taken[0][0].shape[0] == self.index.numel()
+        is_whole = len(taken) == 1 and len(taken[0][0]) == self.index.numel()
         own = None
         if is_taking and known is None:
             own = self._product(x)
-            orders = self._orders_like(own, taken[0][0]) if is_whole else []
+            orders = self._orders_like(own, given[0]) if is_whole else []
             known = orders[0] if orders else "other"
             if len(orders) < 2:  # else they are the same in this call
                 module.rmm_orders[name] = known
         if is_whole and known in ("sorted", "tokens"):
-            _, h, d = taken[0]
-            place = self._place(known)
+            (h, d), place = taken[0], self._place(known)
             return (output, h, d) if place is None else (output, h[place], d[place])
         taken.clear()
         return output, *gate_and_derivative(module.own_gate, self._product(x) if own is None else own)
