@@ -25,6 +25,7 @@ from rmm_linear import convert, revert
 from rmm_linear.activations.experts import PackedExperts, gate_pairs, why_exact
 from rmm_linear.config import OPERATIONS
 from rmm_linear.memory import track_saved
+from rmm_linear.ops.experts import decode_experts, encode_experts
 from rmm_linear.packing import encoded_parts
 from rmm_linear.packing.stored import stored_bytes
 
@@ -195,6 +196,15 @@ def test_nothing_is_saved_that_no_gradient_needs(needed, kept):
     routing = 4 * rows + index.nbytes + weights.nbytes
     assert saved_by(model, lambda: model(x, index, weights)) == codes + routing
     assert_near(step(model, x, index, weights)[1], expected, 0.5)
+
+
+def test_the_errors_of_codes_are_independent():
+    """Of one matrix in all three places: equal ones would correlate by 1, others by 1 / √n."""
+    matrix = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
+    stored = encode_experts(matrix, matrix, matrix, 4, 4, 7)
+    errors = [one - matrix for one in decode_experts(stored, [(200, 128, 4)] * 3, torch.float32)]
+    found = torch.corrcoef(torch.stack(errors).flatten(1))
+    assert (found - torch.eye(3)).abs().max() < 5 / matrix.numel() ** 0.5
 
 
 def test_gradients_add_up_over_passes_with_errors_of_their_own():
