@@ -48,10 +48,7 @@ _DIVIDED = (
     "Mixtures of experts run outside of compiled code, which is divided around them: %s is the first. With "
     "fullgraph=True, leave 'experts' out of operations."
 )
-_OUTSIDE = (
-    "its class does not look its function up in transformers' ALL_EXPERTS_FUNCTIONS: its own products stay exact, and "
-    "linear layers and activations inside of it are converted one by one"
-)
+_OUTSIDE = "its class does not look its function up in transformers' ALL_EXPERTS_FUNCTIONS: it stays exact, but for layers inside"
 
 
 class PackedExperts(PackedModule):
@@ -244,7 +241,8 @@ def _sums(rows: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tens
 
 def _ends(experts: Tensor, count: int) -> Tensor:
     """Return where the rows of every expert end, of sorted ones."""
-    return torch.searchsorted(experts, torch.arange(count, device=experts.device), right=True, out_int32=True)
+    numbers = torch.arange(count, dtype=experts.dtype, device=experts.device)
+    return torch.searchsorted(experts, numbers, right=True, out_int32=True)
 
 
 class _Rows:
@@ -313,7 +311,7 @@ class _Rows:
 
     def _orders_like(self, own: Tensor, rows: Tensor) -> list[str]:
         """Return the orders in which rows that the gate was given are those of the product."""
-        room = max(_NEAR, 4 * torch.finfo(rows.dtype).eps)
+        room = max(_NEAR, *(4 * torch.finfo(one.dtype).eps for one in (rows, own)))
         found: list[str] = []
         for order in ("sorted", "tokens"):
             place = self._place(order)
@@ -384,8 +382,9 @@ def why_exact(module: nn.Module) -> str | None:
 
 
 def why_outside(module: nn.Module) -> str | None:
-    """Return why other classes of experts stay exact; None for what is no mixture of experts."""
-    is_one = "Experts" in type(module).__name__ or "ExpertGLU" in type(module).__name__
+    """Return why other classes of experts stay exact; None for what is none, such as an MLP that all tokens share."""
+    has_own = any(True for _ in module.parameters(recurse=False)) or isinstance(module, nn.ModuleDict | nn.ModuleList)
+    is_one = has_own and "Expert" in type(module).__name__
     return _OUTSIDE if is_one and not is_experts(module) else None
 
 

@@ -25,7 +25,7 @@ from rmm_linear import convert, revert
 from rmm_linear.activations.experts import PackedExperts, gate_pairs, why_exact
 from rmm_linear.config import OPERATIONS
 from rmm_linear.memory import track_saved
-from rmm_linear.ops.experts import decode_experts, encode_experts
+from rmm_linear.ops.experts import decode_experts, encode_experts, grouped_outer, grouped_product
 from rmm_linear.packing import encoded_parts
 from rmm_linear.packing.stored import stored_bytes
 
@@ -165,6 +165,37 @@ def test_an_order_that_a_call_leaves_open_is_not_remembered():
     assert_near(step(model, x, index, weights)[1], expected)
 
 
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_autocast_and_indices_of_32_bits(implementation):
+    """Autocast leaves "grouped_mm" in float32; our product, in bfloat16, tells the order of rows all the same."""
+    model, (x, index, weights) = host(implementation=implementation), given()
+    inputs = x, index.int(), weights
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = step(model, *inputs)
+        convert(model, **WIDE)
+        found = step(model, *inputs)
+    assert torch.equal(found[0], output)
+    assert_near(found[1], expected, NEAR + 4 * torch.finfo(torch.bfloat16).eps)
+    assert model.experts.rmm_orders == {implementation: {"grouped_mm": "sorted"}.get(implementation, "tokens")}
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="PyTorch has no grouped_mm")
+def test_products_by_group_are_those_one_by_one(monkeypatch):
+    """On CPU the loop runs; where it does not, PyTorch's grouped_mm: here too, so that both are compared."""
+    rows, others, weights = torch.randn(10, 16), torch.randn(10, 8), torch.randn(4, 8, 16)
+    ends = torch.tensor([3, 3, 7, 10], dtype=torch.int32)
+    expected = grouped_product(rows, weights.transpose(1, 2), ends), grouped_outer(others, rows, ends)
+    called = []
+    grouped = lambda *args, **named: called.append(0) or F.grouped_mm(*args, **named)  # noqa: E731
+    monkeypatch.setattr("rmm_linear.ops.experts._runs_grouped", lambda a, b: True)
+    monkeypatch.setattr("rmm_linear.ops.experts._GROUPED", grouped)
+    found = grouped_product(rows, weights.transpose(1, 2), ends), grouped_outer(others, rows, ends)
+    assert len(called) == 2
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert not expected[1][1].any()
+
+
 # What is saved
 
 
@@ -263,6 +294,15 @@ def test_logits_are_the_same_and_the_configuration_is_not_touched(name, implemen
     assert {key: type(one) for key, one in model.named_modules()} == classes
     assert saved_by(model, lambda: model(**batch).loss) == before
     assert any(entry.endswith("experts.act_fn") for entry in without.packed) == (name != "gpt_oss")
+
+
+def test_overrides_set_both_widths():
+    model, _ = moe_model("mixtral")
+    report = convert(model, operations="experts", overrides={r".*0\.mlp\.experts": {"bits": 4, "activation_bits": 8}})
+    saved = [entry.saved for entry in report.packed.values()]
+    assert saved == [
+        f"tokens and products, {one} bits; the gate's derivative, {two} bits" for one, two in ((4, 8), (3, 4))
+    ]
 
 
 def test_activations_inside_stay_exact():
@@ -381,7 +421,9 @@ def test_experts_that_are_divided_later_stay_exact():
     ],
 )
 def test_classes_outside_of_the_registry_have_a_row(make):
-    report = convert(nn.ModuleDict({"experts": make(), "norm": nn.LayerNorm(8)}), dry_run=True)
+    shared = type("SharedExpertsMLP", (nn.Sequential,), {})(nn.Linear(8, 8))
+    report = convert(nn.ModuleDict({"experts": make(), "norm": nn.LayerNorm(8), "shared": shared}), dry_run=True)
+    assert "shared" not in report.skipped
     assert "does not look its function up in transformers' ALL_EXPERTS_FUNCTIONS" in report.skipped["experts"]
 
 
