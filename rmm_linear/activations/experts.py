@@ -48,7 +48,9 @@ _DIVIDED = (
     "Mixtures of experts run outside of compiled code, which is divided around them: %s is the first. With "
     "fullgraph=True, leave 'experts' out of operations."
 )
-_OUTSIDE = "its class does not look its function up in transformers' ALL_EXPERTS_FUNCTIONS: it stays exact, but for layers inside"
+_OUTSIDE = (
+    "its class does not look its function up in transformers' ALL_EXPERTS_FUNCTIONS: exact, but for layers inside"
+)
 
 
 class PackedExperts(PackedModule):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from helpers import gradients
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -316,6 +317,26 @@ def test_activations_inside_stay_exact():
     report = convert(model, exclude_modules=["experts"])  # then each is converted by itself
     assert report.packed["model.layers.0.mlp.experts.act_fn"].operation == "activation"
     assert report.skipped["model.layers.0.mlp.experts"] == "in exclude_modules"
+
+
+def test_adapters_of_the_weights_train():
+    """PEFT computes a weight in every call by a parametrization that it adds for the time of the call."""
+    model, batch = moe_model("mixtral")
+    names = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, 0, 0.1)
+    logits = model(**batch).logits.detach()
+    model(**batch).loss.backward()
+    expected = gradients(model)
+    assert len(convert(model, **WIDE).packed) == 2
+    for _ in range(2):
+        model.zero_grad()
+        output = model(**batch)
+        output.loss.backward()
+        assert torch.equal(output.logits, logits)
+        assert_near(gradients(model), expected)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
