@@ -126,9 +126,8 @@ def _run_divided(module: PackedExperts, x: Tensor, index: Tensor, weights: Tenso
     return _run(module, x, index, weights)
 
 
-_run_uncompiled: Any = torch.compiler.disable(
-    _run_divided
-)  # compilers do not trace autograd inside of a function of it
+# Compilers do not trace autograd inside of a function of it.
+_run_uncompiled: Any = torch.compiler.disable(_run_divided)
 
 
 class ExpertsFunction(SavingFunction):
@@ -154,7 +153,7 @@ class ExpertsFunction(SavingFunction):
         output, h, d = rows.gated(x, weights)
         needs_d = needs_x or needs_up or needs_up_bias
         needs = needs_d, needs_weights or needs_down, needs_up
-        tokens = x if valid is None else x.index_select(0, valid)
+        tokens = x if valid is None or not needs_up else x.index_select(0, valid)
         bits = module.rmm_config.activation_bits, experts_bits(module.rmm_config)
         matrices = [one if needed else None for one, needed in zip((d, h, tokens), needs, strict=True)]
         ctx.shapes = coded_shapes(matrices, *bits)
@@ -191,7 +190,7 @@ def _gradients(ctx: Any, y: Tensor) -> list[Tensor | None]:
     w = weights.reshape(-1)[order].unsqueeze(1)
     d, h, x = decode_experts(stored, ctx.shapes, dtype) if stored is not None else (None, None, None)
     ys = y.to(dtype)[source]
-    yw = (ys * w).to(dtype)
+    yw = (ys * w).to(dtype) if needs_down or needs_down_bias else None
 
     def back(rows: Tensor) -> Tensor:
         """Put rows in the order of tokens, and zeros where nothing was saved."""
@@ -213,9 +212,9 @@ def _gradients(ctx: Any, y: Tensor) -> list[Tensor | None]:
         if down_bias is not None:
             each += (ys * down_bias.to(dtype)[experts]).sum(1, dtype=wide)
         found[1] = back(each)
-    if needs_down and h is not None:
+    if needs_down and h is not None and yw is not None:
         found[4] = outer(yw, h)
-    if needs_down_bias:
+    if needs_down_bias and yw is not None:
         found[5] = _sums(yw, experts, ctx.experts, wide)
     if d is not None and g is not None:
         of_up = _by_derivative(d, (g * w).to(dtype), ctx.pairs)
