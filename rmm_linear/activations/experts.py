@@ -112,7 +112,7 @@ def _run(module: PackedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Te
         parameters[1::2] = [getattr(module, f"{name}_bias") for name in (first, last)]
     tensors = [one for one in (x, weights, *parameters) if one is not None]
     is_saving = torch.is_grad_enabled() and any(one.requires_grad for one in tensors) and x.numel() and index.numel()
-    is_divided = _has(module, "_is_expert_parallel") or any(map(is_dtensor, tensors))
+    is_divided = _has(module, "_is_expert_parallel", True) or any(map(is_dtensor, tensors))
     if call.is_exact or is_divided or not is_saving or x.dim() != 2:
         return module.exact_forward(x, index, weights)
     return ExpertsFunction.run(x, weights, *parameters, index, module, call)
@@ -152,10 +152,10 @@ class ExpertsFunction(SavingFunction):
         rows = _Rows(index, valid, up, up_bias, module)
         output, h, d = rows.gated(x, weights)
         needs_d = needs_x or needs_up or needs_up_bias
-        needs = needs_d, needs_weights or needs_down, needs_up
+        needs = needs_weights or needs_down, needs_d, needs_up
         tokens = x if valid is None or not needs_up else x.index_select(0, valid)
-        bits = module.rmm_config.activation_bits, experts_bits(module.rmm_config)
-        matrices = [one if needed else None for one, needed in zip((d, h, tokens), needs, strict=True)]
+        bits = experts_bits(module.rmm_config), module.rmm_config.activation_bits
+        matrices = [one if needed else None for one, needed in zip((h, d, tokens), needs, strict=True)]
         ctx.shapes = coded_shapes(matrices, *bits)
         with autocast_off(x.device.type):
             stored = encode_experts(*matrices, *bits, call.seed) if any(needs) else None
@@ -188,7 +188,7 @@ def _gradients(ctx: Any, y: Tensor) -> list[Tensor | None]:
     experts, source = index.reshape(-1)[order], order // index.shape[1]
     ends = _ends(experts, ctx.experts)
     w = weights.reshape(-1)[order].unsqueeze(1)
-    d, h, x = decode_experts(stored, ctx.shapes, dtype) if stored is not None else (None, None, None)
+    coded = decode_experts(stored, ctx.shapes, dtype) if stored is not None else iter((None,) * 3)
     ys = y.to(dtype)[source]
     yw = (ys * w).to(dtype) if needs_down or needs_down_bias else None
 
@@ -206,9 +206,9 @@ def _gradients(ctx: Any, y: Tensor) -> list[Tensor | None]:
 
     found: list[Tensor | None] = [None] * 6
     wide = torch.promote_types(dtype, torch.float32)
-    g = inwards(ys, down) if down is not None else None
+    g, h = (inwards(ys, down) if down is not None else None), next(coded)
     if needs_weights and g is not None and h is not None:
-        each = (g * h).sum(1, dtype=wide)
+        each = (g.unsqueeze(1) @ h.unsqueeze(2)).flatten().to(wide)
         if down_bias is not None:
             each += (ys * down_bias.to(dtype)[experts]).sum(1, dtype=wide)
         found[1] = back(each)
@@ -216,10 +216,13 @@ def _gradients(ctx: Any, y: Tensor) -> list[Tensor | None]:
         found[4] = outer(yw, h)
     if needs_down_bias and yw is not None:
         found[5] = _sums(yw, experts, ctx.experts, wide)
-    if d is not None and g is not None:
-        of_up = _by_derivative(d, (g * w).to(dtype), ctx.pairs)
-        if needs_up and x is not None:
+    del h, ys, yw  # one after the other, as all gradients of the model may be there
+    if (d := next(coded)) is not None and g is not None:
+        of_up = _by_derivative(d, g.mul_(w), ctx.pairs)
+        del g
+        if needs_up and (x := next(coded)) is not None:
             found[2] = outer(of_up, x[source])
+            del x
         if needs_up_bias:
             found[3] = _sums(of_up, experts, ctx.experts, wide)
         if needs_x:
@@ -369,6 +372,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def why_exact(module: nn.Module) -> str | None:
     """Return why experts stay exact, before they are converted."""
+    if not hasattr(module, "_is_expert_parallel"):
+        return "this version of transformers does not say whether its experts are divided among devices"
     if _has(module, "_is_expert_parallel"):
         return "its experts are divided among devices (expert parallelism)"
     if _has(module, "has_post_expert_norm"):

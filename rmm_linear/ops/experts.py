@@ -29,9 +29,9 @@ _CAPABILITY = (8, 0)  # of a CUDA device that has the kernels
 
 def _samples(case: Case) -> Iterator[Call]:
     for place, bits in enumerate(CODES):
-        d, h, x = case.matrix(0, 2 * case.columns), case.matrix(1), case.matrix(2, 40)
-        given = ((d, h, x), (d, None, None), (None, h, None), (d, None, x))[place % 4]
-        yield call(*given, 4, bits, case.seed)
+        h, d, x = case.matrix(0), case.matrix(1, 2 * case.columns), case.matrix(2, 40)
+        given = ((h, d, x), (None, d, None), (h, None, None), (None, d, x))[place % 4]
+        yield call(*given, bits, 4, case.seed)
 
 
 def _flops(*shapes: Sequence[int] | float | None) -> int:
@@ -44,28 +44,28 @@ def experts_parts(shapes: Sequence[Coded | None]) -> list[Part]:
     return [((len(shapes),), torch.int64), *parts]
 
 
-def coded_shapes(matrices: Sequence[Tensor | None], derivative_bits: float, bits: float) -> list[Coded | None]:
+def coded_shapes(matrices: Sequence[Tensor | None], bits: float, derivative_bits: float) -> list[Coded | None]:
     """Return the shape and the width of every matrix; None for one that is not given."""
-    widths = zip(matrices, (derivative_bits, bits, bits), strict=True)
+    widths = zip(matrices, (bits, derivative_bits, bits), strict=True)
     return [None if one is None else (one.shape[0], one.shape[1], whole(width) or 0) for one, width in widths]
 
 
 @operator("encode_experts", samples=_samples, flops=_flops)
 def encode_experts(
-    derivative: Tensor | None,
     product: Tensor | None,
+    derivative: Tensor | None,
     x: Tensor | None,
-    derivative_bits: float,
     bits: float,
+    derivative_bits: float,
     seed: int | None,
 ) -> Tensor:
     """Encode the matrices that are given, one at least, with independent errors: the bytes of :func:`experts_parts`.
 
-    derivative: Of the gate, in ``derivative_bits``. product: The gate's output. x: The tokens. Floating point, of any
-    numbers of rows and columns. The code of one does not depend on which others are given.
+    product: The gate's output. derivative: That of the gate, in ``derivative_bits``. x: The tokens. Floating point, of
+    any numbers of rows and columns. The code of one does not depend on which others are given.
     """
-    matrices = derivative, product, x
-    shapes = coded_shapes(matrices, derivative_bits, bits)
+    matrices = product, derivative, x
+    shapes = coded_shapes(matrices, bits, derivative_bits)
     parts = experts_parts(shapes)
     stored = blank_stored(_first(matrices), parts)
     seeds, *rest = views(stored, parts)
@@ -83,9 +83,9 @@ def _first(matrices: Sequence[Tensor | None]) -> Tensor:
 
 
 @encode_experts.register_fake
-def _(derivative, product, x, derivative_bits, bits, seed):
-    matrices = derivative, product, x
-    parts = experts_parts(coded_shapes(matrices, derivative_bits, bits))
+def _(product, derivative, x, bits, derivative_bits, seed):
+    matrices = product, derivative, x
+    parts = experts_parts(coded_shapes(matrices, bits, derivative_bits))
     return _first(matrices).new_empty(stored_bytes(parts), dtype=torch.uint8)
 
 

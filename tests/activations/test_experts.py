@@ -209,7 +209,7 @@ def test_products_by_group_are_those_one_by_one(monkeypatch):
         ({"experts.down_proj"}, ("h",)),
         ({"experts.gate_up_proj_bias"}, ("d",)),
         ({"experts.down_proj_bias"}, ()),
-        ({"x", "weights", "experts.gate_up_proj"}, ("d", "h", "x")),
+        ({"x", "weights", "experts.gate_up_proj"}, ("h", "d", "x")),
     ],
     ids=lambda one: "-".join(sorted(one)),
 )
