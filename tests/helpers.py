@@ -155,6 +155,7 @@ def tiny_model(architecture, dropout=0.1, layers=2, width=16):
         "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**sizes, **encoder)),
         "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=dropout)),
+        "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)),
         "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**vit, **encoder)),
         "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
     }

@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
@@ -27,6 +29,7 @@ from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
 WIDTH, OUTPUTS, TOKENS, SEQUENCES = 96, 9, 20, 3
 RATIO = 0.25
+CHOICES = 2  # experts of a token
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,15 @@ def region_bytes(bits, heads=(4, 4), random=0, more=0):
     return saved
 
 
+def experts_bytes(stored, rows, width):
+    """With frozen weights: the gate's derivative, and its output for the routing weights; the order and the routing."""
+    each, (pairs, of_all) = ((2 * HIDDEN, 4), (HIDDEN, 3)), (CHOICES * stored, CHOICES * rows)
+    size = aligned(
+        24, *(part for columns, bits in each for part in (codes(pairs, columns, bits), scales(pairs, columns)))
+    )
+    return size + 4 * pairs + (8 + 4) * of_all
+
+
 # Modules
 
 
@@ -232,6 +244,39 @@ class Shaped(nn.Module):
 
     def forward(self, x):
         return self.norm(x.unflatten(-1, self.norm.normalized_shape)).flatten(-2)
+
+
+class Routed(nn.Module):
+    """Experts with routing weights that the input decides; one of five gets few rows, and one none."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, 0, 0.2)
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        place = torch.arange(rows.shape[0], device=x.device).unsqueeze(1)
+        index = torch.cat((place % 2, 2 + (place % 7 == 0)), 1)
+        return self.experts(rows, index, rows[:, :CHOICES].sigmoid()).view(x.shape)
+
+
+def mixtral(width):
+    return Routed(MixtralExperts(hf.MixtralConfig(**_experts_sizes(width))))
+
+
+def gpt_oss(width):
+    return Routed(GptOssExperts(hf.GptOssConfig(**_experts_sizes(width))))
+
+
+def _experts_sizes(width):
+    return {
+        "hidden_size": width,
+        "intermediate_size": HIDDEN,
+        "num_local_experts": 5,
+        "experts_implementation": "eager",
+    }
 
 
 def roberta(width, implementation="sdpa"):
@@ -372,6 +417,10 @@ MEMBERS = {
     "attention nn.MultiheadAttention": _attending(multihead, ("out_proj.weight", "out_proj.bias")),
     "attention roberta": _attending(roberta, dropout=True),
     "attention llama": _attending(llama, ("o_proj.weight",), heads=(4, 2), more=2 * TOKENS * WIDTH),  # cos and sin
+    "experts": Member("experts", mixtral, experts_bytes, frozen=True),
+    "experts with biases": Member(
+        "experts", gpt_oss, experts_bytes, ("module.experts.down_proj_bias",), frozen=True
+    ),
     # Its scores have no scale, and a deviation of about 2.
     **{
         f"attention t5{title}": _attending(

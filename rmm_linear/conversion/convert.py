@@ -26,7 +26,14 @@ from rmm_linear.conversion.linears import (
     skip_where_nothing_is_saved,
 )
 from rmm_linear.conversion.names import check_overrides, first_names, restricted
-from rmm_linear.conversion.packed import PackedChoice, choose_heads, choose_packed, chunked_head, why_unfused
+from rmm_linear.conversion.packed import (
+    PackedChoice,
+    choose_heads,
+    choose_packed,
+    chunked_head,
+    outside_experts,
+    why_unfused,
+)
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
 
@@ -120,7 +127,7 @@ def _choose(
     model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], example: Any
 ) -> tuple[ConversionReport, dict[str, nn.Module], dict[str, PackedChoice]]:
     """Return what is to be converted, as a report, and the modules themselves."""
-    is_sketching = "linear" in config.operations
+    is_sketching, names = "linear" in config.operations, outside_experts(names, config)
     linears, skipped = choose_linears(model, config, names) if is_sketching else ({}, {})
     packed, unpacked = choose_packed(names, config)
     if "logits" in config.operations:

@@ -108,12 +108,13 @@ def first_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 _OPERATIONS = {
-    "activation_bits": ("activation",),
+    "bits": ("linear", "experts"),
+    "activation_bits": ("activation", "experts"),
     "norm_bits": ("norm",),
     "attention_bits": ("attention",),
     "fused": ("activation", "norm", "dropout"),
 }
-_ANY = ("mask_padding", "checkpointed")  # all other fields are those of sketches
+_ANY = ("mask_padding", "checkpointed")  # all other fields are those of sketches alone
 
 
 def check_overrides(config: RMMConfig, operations: Mapping[str, str]) -> None:

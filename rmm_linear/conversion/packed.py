@@ -1,4 +1,4 @@
-"""Choose the modules that are to save less: activations, norms, attention, dropout and output layers."""
+"""Choose the modules that are to save less: activations, norms, attention, dropout, experts and output layers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rmm_linear.activations.attention_interface import PackedAttention, is_atten
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.elementwise import PackedElementwise, is_elementwise
+from rmm_linear.activations.experts import PackedExperts, experts_bits, is_experts, why_exact, why_outside
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
@@ -66,15 +67,28 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
         if choice is None:
             if "activation" in config.operations and lacks_weights(module):
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
+            elif "experts" in config.operations and (why := why_outside(module)) is not None:
+                skipped[name] = why
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module) and not choice.is_region:
             reason = stays_exact(module)
+        if reason is None and choice.operation == "experts":
+            reason = why_exact(module)
         if reason is None:
             found[name] = choice
         else:
             skipped[name] = reason
     return found, skipped
+
+
+def outside_experts(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, str]:
+    """Leave out the modules inside of experts that are to be converted: their code is the derivative of all."""
+    if "experts" not in config.operations:
+        return names
+    experts = [one for one, name in names.items() if is_experts(one) and _skip_reason(one, name, config) is None]
+    inside = {one for module in experts if why_exact(module) is None for one in module.modules() if one is not module}
+    return {module: name for module, name in names.items() if module not in inside}
 
 
 def _skip_reason(module: nn.Module, name: str, config: RMMConfig) -> str | None:
@@ -123,18 +137,24 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
     if "norm" in operations and (form := norm_of(module)) is not None:
         set_up = _change_class(module, PackedNorm, form=form)
         return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up, form)
-    if "attention" not in operations:
-        return None
+    if "experts" in operations and is_experts(module):
+        bits = f"{experts_bits(config):g} bits"
+        saved = f"tokens and products, {bits}; the gate's derivative, {config.activation_bits} bits"
+        return PackedChoice("experts", module, saved, _change_class(module, PackedExperts))
+    return _attention(module, config.attention_bits) if "attention" in operations else None
+
+
+def _attention(module: Any, bits: int) -> PackedChoice | None:
     is_called = is_attention(module)
     linears = _linears(module) if not calls_attention(module) and _is_light(module) else []
     if linears and not (is_called and stays_exact(module) is None) and reads_softmax(module):
-        saved = f"outputs of its linear layers, {config.attention_bits} bits"
         set_up = _change_class(module, PackedRegion, linears=linears)
+        saved = f"outputs of its linear layers, {bits} bits"
         return PackedChoice("attention", module, saved, set_up, is_region=True)
     if is_called or calls_attention(module):
         options = {"linears": linears} if is_called else {}
         set_up = _change_class(module, PackedAttention if is_called else PackedAttentionCaller, **options)
-        return PackedChoice("attention", module, f"queries, keys and values, {config.attention_bits} bits", set_up)
+        return PackedChoice("attention", module, f"queries, keys and values, {bits} bits", set_up)
     return None
 
 

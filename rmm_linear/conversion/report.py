@@ -49,7 +49,7 @@ class PackedEntry:
     Attributes:
         name: Dotted name in the model.
         type: Class of the original module.
-        operation: "activation", "norm", "attention", "dropout" or "logits".
+        operation: "activation", "norm", "attention", "dropout", "logits" or "experts".
         saved: Words for what it saves.
         config: Its configuration.
     """

@@ -44,6 +44,7 @@ def _others(activation: int, norm: int, attention: int) -> dict[str, dict[str, A
         "attention": {"attention_bits": attention},
         "dropout": {},
         "logits": {},
+        "experts": {"activation_bits": activation},
     }
 
 

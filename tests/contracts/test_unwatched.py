@@ -30,7 +30,7 @@ class Siblings(nn.Module):
 
 
 OF_TABLE = ["linear countsketch", "Conv1D", "activation gelu", "activation relu", "norm layer", "norm rms", "dropout"]
-OF_TABLE += ["gated llama", "attention", "attention dropout"]
+OF_TABLE += ["gated llama", "attention", "attention dropout", "experts"]
 MODULES = {
     **{name: lambda name=name: MEMBERS[name].make(WIDTH) for name in OF_TABLE},
     "siblings": Siblings,

@@ -11,6 +11,7 @@ from torch import nn
 from benchmarks.noise.blocks import families
 from rmm_linear import RMMLinear, convert
 from rmm_linear.activations import attention_interface
+from rmm_linear.conversion import packed
 from rmm_linear.memory import Explanation, Keeper, OperationMemory, explain
 
 FAMILIES = families(width=128, batch=5, length=64)  # logits are taken in chunks of 256 rows where there are more
@@ -74,6 +75,7 @@ def test_a_layer_of_few_rows_says_so():
 
 def test_an_attention_that_stays_exact_has_its_own_reason(monkeypatch):
     monkeypatch.setattr(attention_interface, "_UNSUPPORTED", ("position_bias",))
+    monkeypatch.setattr(packed, "_is_light", lambda module: False)  # else it would train as a region
     ids = torch.randint(3, 64, (4, 20))
     found = explain(tiny_model("t5", dropout=0.0), {"input_ids": ids, "labels": ids})
     reasons = [keeper.reason for keeper in found.remaining if keeper.modules.endswith("Attention")]

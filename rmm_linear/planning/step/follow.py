@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear.activations.experts import PackedExperts
 from rmm_linear.activations.gated import PackedGatedMLP
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.ops.dispatch import OPERATORS
@@ -99,6 +100,9 @@ def followed(model: nn.Module) -> Iterator[Place]:
     # A gated MLP whose activation has hooks runs it once more, to see whether they change something.
     gated = [module for module in model.modules() if isinstance(module, PackedGatedMLP)]
     skipped = {module.get_submodule(module.rmm_parts.act) for module in gated}
+    # Experts differentiate theirs in the forward pass, which is no backward pass of the model.
+    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    skipped |= {one for module in experts for one in module.modules() if one is not module}
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if module in skipped:
