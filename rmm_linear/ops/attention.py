@@ -33,7 +33,7 @@ from rmm_linear.packing.attention import AttentionSpec, Bits, attention_parts, p
 from rmm_linear.packing.attention_gradients import Bias, Rows, Steps, attention_gradients
 from rmm_linear.packing.pack import unrotate
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seeds
+from rmm_linear.sketches.seeds import each_of, fresh_seeds
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +109,10 @@ def pack_attention(
     bits = bits_q, bits_k, bits_v
     parts = parts_of(query, key, value, index, kv_index, bits)
     stored = blank_stored(query, parts)
-    seeds, *places = views(stored, parts)
-    fill_seeds(seeds, seed)
+    place, *places = views(stored, parts)
+    seeds = each_of(fresh_seeds(place, seed))
     for i, rows in enumerate(plain.attention_rows(query, key, value, index, kv_index)):
-        PACK(rows, bits[i], seeds[i : i + 1], out=(places[2 * i], places[2 * i + 1]))
+        PACK(rows, bits[i], seeds[i], out=(places[2 * i], places[2 * i + 1]))
     return stored
 
 

@@ -15,7 +15,7 @@ from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import norms as plain
 from rmm_linear.packing.norms import NormCopy, norm_parts
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seed
+from rmm_linear.sketches.seeds import fresh_seed
 
 _EPS = 1e-5  # of samples
 
@@ -111,9 +111,8 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     stored = blank_stored(x, parts)
-    seeds, rstd, codes, scales = views(stored, parts)
-    fill_seed(seeds, seed)
-    PACK_NORM(matrix, bits, seeds, eps, centered, index, out=NormCopy(codes, scales, rstd))
+    place, rstd, codes, scales = views(stored, parts)
+    PACK_NORM(matrix, bits, fresh_seed(place, seed), eps, centered, index, out=NormCopy(codes, scales, rstd))
     return stored
 
 
@@ -139,10 +138,9 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     stored = blank_stored(x, parts)
-    seeds, rstd, codes, scales = views(stored, parts)
-    fill_seed(seeds, seed)
+    place, rstd, codes, scales = views(stored, parts)
     out = NormCopy(codes, scales, rstd)
-    how = matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index
+    how = matrix, gamma, beta, (before, dtype), check_bits(bits), fresh_seed(place, seed), eps, centered, index
     return NORMALIZE(*how, out=out)[0].contiguous().view(x.shape), stored
 
 

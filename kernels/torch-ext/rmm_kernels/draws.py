@@ -14,6 +14,19 @@ def as_int64(number):
 
 
 @triton.jit
+def known_seed(p_seed, number, FRESH: tl.constexpr):
+    """A seed, int64 scalar: a number, which is written to FRESH places from p_seed on; what is there if that is 0."""
+    if FRESH:
+        seed = as_int64(number)
+        if tl.program_id(0) == 0:
+            for i in tl.static_range(FRESH):
+                tl.store(p_seed + i, seed)
+        return seed
+    else:
+        return tl.load(p_seed)
+
+
+@triton.jit
 def words(seed, counter, STREAM: tl.constexpr):
     """Four uint32 words per counter.
 

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .draws import known_seed
 from .groups import GROUP, load_packed, program_place, rotation, row_words, store_packed, tile_words
-from .launch import cdiv, is_ieee, launch, places, rows_for, small_type
+from .launch import Seed, cdiv, given, is_ieee, launch, places, rows_for, small_type
 from .packing import empty_sketch, tiles
 
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -68,19 +69,21 @@ def _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED
     return b_x * b_rstd[:, None]
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
 def _pack_norm_kernel(
-    p_x, p_index, p_seed, p_mean, p_rstd, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
-    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
-    TAIL: tl.constexpr, B_K: tl.constexpr,
+    p_x, p_index, p_seed, seed: tl.int64, p_mean, p_rstd, p_codes, p_scales,
+    n_rows, n_tiles, n_columns, stride, row_bytes,
+    FRESH: tl.constexpr, CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_mean, p_rstd: float32 (n,). HALF: the
-    dtype in which h, which is below √H, is multiplied. The others: see store_packed.
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed, seed, FRESH: see known_seed. p_mean, p_rstd:
+    float32 (n,). HALF: the dtype in which h, which is below √H, is multiplied. The others: see store_packed.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    b_rotation = rotation(p_seed, HALF)
+    seed = known_seed(p_seed, seed, FRESH)
+    b_rotation = rotation(seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -88,20 +91,20 @@ def _pack_norm_kernel(
         m_x = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
         b_h = _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED)
-        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_row, b_column = tile_words(seed, begin, i_g, B_K)
         store_packed(
             b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
             BITS, IEEE, TAIL, True,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
 def _normalize_kernel(
-    p_x, p_place, p_seed, p_mean, p_rstd, p_affine, p_out, p_codes, p_scales,
+    p_x, p_place, p_seed, seed: tl.int64, p_mean, p_rstd, p_affine, p_out, p_codes, p_scales,
     n_rows, n_tiles, n_columns, stride, row_bytes,
-    CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr,
-    ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    FRESH: tl.constexpr, CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    HAS_BETA: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group, written and packed.
 
@@ -111,7 +114,8 @@ def _normalize_kernel(
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     m_j = o_j < n_columns
-    b_rotation = rotation(p_seed, HALF)
+    seed = known_seed(p_seed, seed, FRESH)
+    b_rotation = rotation(seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -127,9 +131,9 @@ def _normalize_kernel(
         o_k = tl.load(p_place + o_n, mask=m_n, other=-1) if HAS_PLACE else o_n
         m_k = (o_k >= 0) & m_n
         o_k = tl.maximum(o_k, 0)
-        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_row, b_column = tile_words(seed, begin, i_g, B_K)
         if HAS_PLACE:
-            b_row = row_words(p_seed, o_k)
+            b_row = row_words(seed, o_k)
         store_packed(
             b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
             BITS, IEEE, TAIL, True,
@@ -164,7 +168,7 @@ def _norm_sums_kernel(
     i_g = tl.program_id(0) % n_groups
     i_p = (tl.program_id(0) // n_groups).to(tl.int64)
     o_j = i_g * 64 + tl.arange(0, 64)
-    b_rotation = rotation(p_seed, HALF, True)
+    b_rotation = rotation(tl.load(p_seed), HALF, True)
     b_weight = tl.zeros((64,), dtype=tl.float32)
     b_bias = tl.zeros((64,), dtype=tl.float32)
     for i_t in range(n_tiles):
@@ -173,7 +177,7 @@ def _norm_sums_kernel(
         m_k = o_k < n_rows
         m_y = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
         b_h, _ = load_packed(
             p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
         )
@@ -204,7 +208,7 @@ def _norm_backward_kernel(
     _norm_sums_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    b_rotation = rotation(p_seed, HALF, True)
+    b_rotation = rotation(tl.load(p_seed), HALF, True)
     share = 1.0 / n_columns
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -212,7 +216,7 @@ def _norm_backward_kernel(
         m_k = o_k < n_rows
         m_y = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
-        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
         b_h, b_scale = load_packed(
             p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL, True
         )
@@ -254,7 +258,7 @@ def _empty(rows: int, columns: int, bits: int, like: torch.Tensor) -> tuple[torc
 def pack_norm(
     x: torch.Tensor,
     bits: int,
-    seed: torch.Tensor,
+    seed: Seed,
     eps: float,
     centered: bool = True,
     index: torch.Tensor | None = None,
@@ -265,7 +269,7 @@ def pack_norm(
     Args:
         x: float16, bfloat16 or float32, shape (N, H), any row stride.
         bits: 8, 4 or 2.
-        seed: int64, shape (1,), on the device of ``x``.
+        seed: int64, shape (1,), on the device of ``x``; or to be written there, see ``given``.
         eps: What is added to the variance.
         centered: True for LayerNorm, False for RMSNorm.
         index: Rows to save, int64, shape (n,); None for all.
@@ -277,15 +281,16 @@ def pack_norm(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     codes, scales, rstd = _empty(rows, columns, bits, x) if out is None else out
+    *seeds, fresh = given(seed, codes.numel() > 0)
     if codes.numel():
         size = rows_for(x, x.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
         mean = _row_statistics(x, rstd, eps, centered, index)
         launch(
             _pack_norm_kernel, grid,
-            x, index, seed, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
-            CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=small_type(x.dtype), IEEE=is_ieee(),
-            TAIL=columns % GROUP != 0, B_K=size,
+            x, index, *seeds, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
+            FRESH=fresh, CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=small_type(x.dtype),
+            IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return codes, scales, rstd
 
@@ -296,7 +301,7 @@ def normalize_and_pack(
     beta: torch.Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bits: int,
-    seed: torch.Tensor,
+    seed: Seed,
     eps: float,
     centered: bool = True,
     index: torch.Tensor | None = None,
@@ -310,7 +315,7 @@ def normalize_and_pack(
         beta: β, shape (H,); None is 0.
         dtypes: What h is rounded to before γ, float32 for not at all, and the dtype of the result.
         bits: As for ``pack_norm``, as the following ones.
-        seed: int64, shape (1,), on the device of ``x``.
+        seed: int64, shape (1,), on the device of ``x``; or to be written there, see ``given``.
         eps: What is added to the variance.
         centered: True for LayerNorm, False for RMSNorm.
         index: Rows to save, int64, shape (n,); None for all.
@@ -326,6 +331,7 @@ def normalize_and_pack(
     affine = torch.cat(parts) if parts else None
     codes, scales, rstd = _empty(kept, columns, bits, x) if saved is None else saved
     out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
+    *seeds, fresh = given(seed, out.numel() > 0)
     if out.numel():
         place = places(index, rows)
         of_all = rstd if index is None else torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -334,8 +340,8 @@ def normalize_and_pack(
         mean = _row_statistics(x, of_all, eps, centered, None, place, None if index is None else rstd)
         launch(
             _normalize_kernel, grid,
-            x, place, seed, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
-            codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
+            x, place, *seeds, mean, of_all, affine, out, codes, scales, rows, taken, columns, x.stride(0),
+            codes.shape[1], FRESH=fresh, CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
             HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=small_type(x.dtype), IEEE=is_ieee(),
             TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
