@@ -44,9 +44,9 @@ TYPES = {
 }
 TYPES |= {"p_s_codes": "*u8", "p_s_scales": "*u8"}
 TYPES |= {"p_shifts": "*i64", "p_scales": "*u8", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
-TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
+TYPES |= {"p_total": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
-TYPES |= {"p_place": "*i64", "p_affine": "*fp32", "p_mean": "*fp32", "p_rows": "*fp32", "p_saved": "*fp32"}
+TYPES |= {"p_place": "*i64", "p_mean": "*fp32", "p_rows": "*fp32", "p_saved": "*fp32"}
 
 
 def cases() -> Any:
@@ -121,6 +121,9 @@ def cases() -> Any:
         sums = {**shape, **affine, "SUMS": centered, **({} if centered else {"p_sums": None})}
         yield f"norm_sums {name}", saved._norm_sums_kernel, dtype, sums
         yield f"norm_backward {name}", saved._norm_backward_kernel, dtype, {**shape, **affine}
+        absent = {} if centered else {"p_sums": None, "p_weight": None, "p_bias": None}
+        totals = {"SUMS": centered, "CENTERED": centered, "B_R": 32, "B_C": 64, **absent}
+        yield f"norm_totals {name}", saved._norm_totals_kernel, dtype, totals
     masks = sys.modules["rmm_linear.kernels.masks"]
     for dtype, absent in (("*u8", {"p_index": None}), ("*fp32", {}), ("*bf16", {"p_index": None})):
         index = {"HAS_INDEX": not absent, **absent}

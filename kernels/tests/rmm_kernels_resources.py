@@ -62,6 +62,7 @@ def tile_sizes(kernel: str, constants: dict[str, Any]) -> list[int]:
     shapes = {
         "sparse_sketch": ("B_K", "B_D"), "dense_sketch": ("B_T", "B_D"), "row_norms": ("B_N", "B_D"),
         "row_statistics": ("B_K", "B_D"), "hash": ("B_N",), "random_keys": ("B_N",), "apply_mask": ("B_N", "B_C"),
+        "norm_totals": ("B_R", "B_C"),
     }  # fmt: skip
     if kernel in shapes:
         size = 1

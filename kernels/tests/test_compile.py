@@ -30,7 +30,15 @@ def test_every_kernel_compiles_for_every_target(compiled, request):
     targets = LIMIT if request.node.callspec.params["compiled"] == "all" else ("sm_90", "gfx942")
     found = {(row["name"].split()[0], row["target"]) for row in compiled}
     names = {"sparse_sketch", "dense_sketch", "pack", "unpack", "row_norms", "random_keys", "hash"}
-    names |= {"encode_normal", "decode_normal", "row_statistics", "pack_norm", "norm_sums", "norm_backward"}
+    names |= {
+        "encode_normal",
+        "decode_normal",
+        "row_statistics",
+        "pack_norm",
+        "norm_sums",
+        "norm_totals",
+        "norm_backward",
+    }
     names |= {"pack_derivative", "apply_derivative"}
     names |= {"pack_mask", "apply_mask", "dropout", "pack_gated", "apply_gated"}
     names |= {"activate", "square", "normalize", "gate"}

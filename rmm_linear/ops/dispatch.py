@@ -137,7 +137,7 @@ class Operation:
     _chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the implementation for the device and dtype of the first tensor, and for a dtype among the arguments.
+        """Run the implementation for device and dtype of the first tensor, and for the first dtype among the arguments.
 
         Seeds that are not in their place yet are written for all but the kernels, which write them themselves.
         """
@@ -152,7 +152,7 @@ class Operation:
                 if first is None:
                     first = value
             elif kind is torch.dtype:
-                dtype = value
+                dtype = dtype or value
             elif kind is Fresh:
                 is_fresh = True
             elif kind not in _NO_TENSORS and isinstance(value, Tensor):
