@@ -111,6 +111,19 @@ def pack(matrix: Tensor, bits: int, seed: Seed, *, out: tuple[Tensor, Tensor] | 
     return kernels().pack(matrix, packing.check_bits(bits), seed, out)
 
 
+def pack_tokens(
+    matrix: Tensor,
+    bits: int,
+    seed: Seed,
+    index: Tensor | None,
+    mean: Tensor | None,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pack as :func:`rmm_linear.packing.attention.pack_tokens` does."""
+    return kernels().pack(matrix, packing.check_bits(bits), seed, out, index=_listed(index), mean=mean)
+
+
 def unpack(
     codes: Tensor,
     scales: Tensor,

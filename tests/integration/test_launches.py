@@ -16,7 +16,6 @@ FORWARD = {
     "_pack_norm_kernel": 2,
     "_pack_derivative_kernel": 1,
     "mean": 1,  # of the keys
-    "sub": 1,
 }
 BACKWARD = {
     "_unpack_kernel": 6 + 3,
@@ -27,7 +26,19 @@ BACKWARD = {
     "_apply_derivative_kernel": 1,
     "matmul": 6,
 }
-VIEWS = {"as_strided", "detach", "empty", "new_empty", "numpy_T", "reshape", "select", "slice", "transpose", "view"}
+VIEWS = {
+    "as_strided",
+    "detach",
+    "empty",
+    "flatten",
+    "new_empty",
+    "numpy_T",
+    "reshape",
+    "select",
+    "slice",
+    "transpose",
+    "view",
+}
 ON_CPU = {"zero_"}  # what fills seeds up, which a kernel writes on a GPU
 
 
