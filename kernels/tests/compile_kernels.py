@@ -164,7 +164,7 @@ def ones() -> Any:
             integers = {
                 key: 1 for key in kernel.arg_names if key.startswith("n_") or key in ("stride", "stride_b", "block")
             }
-            yield f"{name} of ones", kernel, dtype, {**constants, **integers, "FRESH": 0}
+            yield f"{name} of ones", kernel, dtype, {**constants, **integers}
 
 
 def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> Any:
@@ -178,7 +178,6 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
     if "normal_kernel" in kernel.__name__ and half == tl.float32:
         half = tl.bfloat16  # in two parts
     defaults = {"PRECISION": "tf32x3" if is_cuda else "ieee", "IEEE": not is_cuda, "TAIL": False, "HALF": half}
-    defaults |= {"FRESH": 1}  # as in eager code
     constants = {name: value for name, value in (defaults | constants).items() if name in names}
     if (
         "BITS" in constants and "p_scales" in names and constants.get("B_K") == 64 and "square" not in kernel.__name__

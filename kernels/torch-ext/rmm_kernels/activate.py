@@ -67,22 +67,22 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
         return tl.where(b_x > 0, b_x, b_x * parameter)
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _activate_kernel(
-    p_x, p_place, p_seed, seed: tl.int64, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
+    p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
     parameter, low, inverse,
-    FRESH: tl.constexpr, FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr,
     B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 
-    p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed, seed, FRESH: see
+    p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed, seed, n_fresh: see
     known_seed. p_out: (N, C), contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see
     _pack_derivative_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     if FUNCTION != "relu" and FUNCTION != "leaky_relu":
-        seed = known_seed(p_seed, seed, FRESH)
+        seed = known_seed(p_seed, seed, n_fresh)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -104,17 +104,17 @@ def _activate_kernel(
         store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows"])
 def _square_kernel(
-    p_x, p_place, p_seed, seed: tl.int64, p_out, p_codes, p_scales, n_rows, n_columns, stride, row_bytes,
-    FRESH: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
+    p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, p_scales, n_rows, n_columns, stride, row_bytes,
+    BITS: tl.constexpr, HAS_PLACE: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
     B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
-    p_x, p_place, p_seed, seed, FRESH, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
+    p_x, p_place, p_seed, seed, n_fresh, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
     """
-    seed = known_seed(p_seed, seed, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
     i_g, o_j, begin = program_place(n_columns, 1, B_K)
     o_n = begin + tl.arange(0, B_K)
     m_n = o_n < n_rows
@@ -162,13 +162,13 @@ def activate_and_pack(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (low, step), (rows, columns) = line, x.shape
-    *seeds, fresh = given(seed, out.numel() > 0)
+    seeds = given(seed, out.numel() > 0)
     if out.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(
             _activate_kernel, grid,
             x, places(index, rows), *seeds, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
-            float((*parameters, 0.0)[0]), low, 1.0 / step, FRESH=fresh, FUNCTION=name, BITS=bits,
+            float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits,
             HAS_PLACE=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
         )  # fmt: skip
     return out
@@ -199,12 +199,12 @@ def square_and_pack(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = rows if index is None else index.shape[0]
     codes, scales = empty_sketch(kept, columns, bits, x) if saved is None else saved
-    *seeds, fresh = given(seed, out.numel() > 0)
+    seeds = given(seed, out.numel() > 0)
     if out.numel():
         grid = (cdiv(rows, ROWS) * cdiv(columns, GROUP),)
         launch(
             _square_kernel, grid,
             x, places(index, rows), *seeds, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],
-            FRESH=fresh, BITS=bits, HAS_PLACE=index is not None, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS,
+            BITS=bits, HAS_PLACE=index is not None, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS,
         )  # fmt: skip
     return out, codes, scales

@@ -33,17 +33,17 @@ def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R:
         return tl.reshape(1.0 - 2.0 * bits.to(tl.float32), (B_T, B_R))
 
 
-@triton.jit(do_not_specialize=["seed", "n_tokens", "n_blocks", "block", "n_rows"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_tokens", "n_blocks", "block", "n_rows"])
 def _dense_sketch_kernel(
-    p_m, p_seed, seed: tl.int64, p_order, p_count, p_index, p_z, p_scales,
+    p_m, p_seed, seed: tl.int64, n_fresh, p_order, p_count, p_index, p_z, p_scales,
     n_tokens, n_blocks, block, n_rows, n_columns, stride, row_bytes, factor,
-    FRESH: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
     IEEE: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr,
     B_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of one block's rows, (B_R, B_D).
 
-    p_m: (N, D), rows ``stride`` apart. p_seed, seed, FRESH: see known_seed. p_order: int64 (N,), valid rows first.
+    p_m: (N, D), rows ``stride`` apart. p_seed, seed, n_fresh: see known_seed. p_order: int64 (N,), valid rows first.
     p_count: int64 (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes.
     row_bytes, p_scales: see store_packed. block: tokens per block. factor: 1/√n_rows.
     """
@@ -54,7 +54,7 @@ def _dense_sketch_kernel(
     o_d = i_d * B_D + tl.arange(0, B_D)
     m_r, m_d = o_r < n_rows, o_d < n_columns
     o_k = i_b * n_rows + o_r
-    seed = known_seed(p_seed, seed, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
     count = tl.load(p_count) if MASKED else n_tokens
     length = as_int64(block)
     if MASKED and n_blocks > 1:
@@ -125,14 +125,14 @@ def dense_sketch(
     tokens, columns = matrix.shape
     blocks = cdiv(tokens, block)
     z, scales = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
-    *seeds, fresh = given(seed, z.numel() > 0)
+    seeds = given(seed, z.numel() > 0)
     if z.numel():
         grid = (blocks, cdiv(rows, 32), cdiv(columns, 64))
         launch(
             _dense_sketch_kernel, grid,
             matrix, *seeds, order, count, index, z, scales,
             tokens, blocks, block, rows, columns, matrix.stride(0), z.shape[1], rows**-0.5,
-            FRESH=fresh, KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
+            KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, UPCAST=upcast(), B_T=32, B_R=32, B_D=64,
         )  # fmt: skip
     return z if scales is None else (z, scales)

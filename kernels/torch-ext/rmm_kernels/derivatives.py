@@ -94,21 +94,21 @@ def code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION: tl.constexp
         return (b_steps + (dither(b_row, b_column, False) - 0.5) + 12582911.0).to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _pack_derivative_kernel(
-    p_x, p_index, p_seed, seed: tl.int64, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
+    p_x, p_index, p_seed, seed: tl.int64, n_fresh, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
     parameter, low, inverse,
-    FRESH: tl.constexpr, FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr,
     B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 
-    p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed, seed, FRESH: see known_seed. p_codes: uint8 (n,
+    p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed, seed, n_fresh: see known_seed. p_codes: uint8 (n,
     row_bytes). parameter: α or slope. low: of the range. inverse: 1 / step.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     if FUNCTION != "relu" and FUNCTION != "leaky_relu":
-        seed = known_seed(p_seed, seed, FRESH)
+        seed = known_seed(p_seed, seed, n_fresh)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -177,13 +177,13 @@ def pack_derivative(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (low, step), (rows, row_bytes), columns = line, codes.shape, x.shape[1]
-    *seeds, fresh = given(seed, codes.numel() > 0)
+    seeds = given(seed, codes.numel() > 0)
     if codes.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(
             _pack_derivative_kernel, grid,
             x, index, *seeds, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
-            1.0 / step, FRESH=fresh, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0,
+            1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0,
             B_K=ROWS,
         )  # fmt: skip
 

@@ -14,16 +14,15 @@ def as_int64(number):
 
 
 @triton.jit
-def known_seed(p_seed, number, FRESH: tl.constexpr):
-    """A seed, int64 scalar: a number, which is written to FRESH places from p_seed on; what is there if that is 0."""
-    if FRESH:
-        seed = as_int64(number)
-        if tl.program_id(0) == 0:
-            for i in tl.static_range(FRESH):
-                tl.store(p_seed + i, seed)
-        return seed
-    else:
-        return tl.load(p_seed)
+def known_seed(p_seed, number, n_fresh):
+    """A seed, int64 scalar: a number, which is written to n_fresh places from p_seed on; what is there if that is 0.
+
+    Not a constant: a graph that is captured needs the kernel that eager code has compiled.
+    """
+    seed = tl.load(p_seed, mask=n_fresh == 0, other=as_int64(number))
+    for i in tl.static_range(2):
+        tl.store(p_seed + i, seed, mask=(i < n_fresh) & (tl.program_id(0) == 0))
+    return seed
 
 
 @triton.jit

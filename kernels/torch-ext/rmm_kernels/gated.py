@@ -31,22 +31,22 @@ def _activate(b_a, ACTIVATION: tl.constexpr):
         return b_a * b_sigmoid, b_sigmoid + b_a * b_slope * (b_sigmoid * (1.0 - b_sigmoid))
 
 
-@triton.jit(do_not_specialize=["seed", "seed_s", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "seed_s", "n_fresh", "n_rows", "n_tiles"])
 def _pack_gated_kernel(
-    p_a, p_b, p_index, p_seed, seed: tl.int64, seed_s: tl.int64, p_codes, p_scales, p_s_codes, p_s_scales,
+    p_a, p_b, p_index, p_seed, seed: tl.int64, seed_s: tl.int64, n_fresh, p_codes, p_scales, p_s_codes, p_s_scales,
     n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
-    FRESH: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr,
     HAS_S: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
     p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s;
-    seed, seed_s, FRESH: see known_seed. p_codes, p_scales, p_s_codes, p_s_scales: see store_packed. HALF: the dtype of
-    tiles' products, see rotated.
+    seed, seed_s, n_fresh: see known_seed. p_codes, p_scales, p_s_codes, p_s_scales: see store_packed. HALF: the dtype
+    of tiles' products, see rotated.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, FRESH)
-    seed_s = known_seed(p_seed + 1, seed_s, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
+    seed_s = known_seed(p_seed + 1, seed_s, n_fresh)
     if HAS_P:
         b_rotation_p = rotation(seed, HALF)
     if HAS_S:
@@ -76,11 +76,11 @@ def _pack_gated_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seed", "seed_s", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "seed_s", "n_fresh", "n_rows", "n_tiles"])
 def _gate_kernel(
-    p_a, p_b, p_place, p_seed, seed: tl.int64, seed_s: tl.int64, p_out, p_codes, p_scales, p_s_codes, p_s_scales,
-    n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
-    FRESH: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr,
+    p_a, p_b, p_place, p_seed, seed: tl.int64, seed_s: tl.int64, n_fresh, p_out,
+    p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr,
     HAS_S: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
@@ -88,8 +88,8 @@ def _gate_kernel(
     p_place: int64 (N,), the row of codes, or −1. p_out: (N, C), contiguous. The others: see _pack_gated_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, FRESH)
-    seed_s = known_seed(p_seed + 1, seed_s, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
+    seed_s = known_seed(p_seed + 1, seed_s, n_fresh)
     if HAS_P:
         b_rotation_p = rotation(seed, HALF)
     if HAS_S:
@@ -206,14 +206,14 @@ def pack_gated(
     a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     packed = _empty(rows, columns, bits, wanted, a) if out is None else out
-    *known, fresh = given(seeds, rows > 0 and columns > 0, 2)
+    known = given(seeds, rows > 0 and columns > 0, 2)
     if rows and columns:
         size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         launch(
             _pack_gated_kernel, grid,
             a, b, index, *known, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
-            columns, a.stride(0), b.stride(0), code_bytes(columns, bits), FRESH=fresh,
+            columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
             ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0],
             HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
@@ -249,7 +249,7 @@ def gate_and_pack(
     (rows, columns), stored = a.shape, a.shape[0] if index is None else index.shape[0]
     packed = _empty(stored, columns, bits, wanted, a) if saved is None else saved
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    *known, fresh = given(seeds, out.numel() > 0, 2)
+    known = given(seeds, out.numel() > 0, 2)
     if out.numel():
         size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
@@ -257,7 +257,7 @@ def gate_and_pack(
             _gate_kernel, grid,
             a, b, places(index, rows), *known, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
             rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
-            FRESH=fresh, ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None,
+            ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None,
             HAS_P=wanted[0], HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return out, packed

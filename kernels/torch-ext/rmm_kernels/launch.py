@@ -144,7 +144,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def given(seed: Any, is_launched: bool, count: int = 1) -> tuple[Any, ...]:
-    """The place of seeds, their numbers, and how many places the last of these is written to; 0 if they are there.
+    """The place of seeds, their numbers, and to how many places the last of these is written; 0 if they are there.
 
     A launch that does nothing but write a seed takes as long as one that does more, so kernels write theirs.
 

@@ -46,15 +46,15 @@ def _rounded_scale(b_scale, b_chance):
     return tl.where(b_scale <= power_of(tl.full((), 254, tl.int32)), b_byte, 255)
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _encode_normal_kernel(
-    p_z, p_seed, seed: tl.int64, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
-    FRESH: tl.constexpr, LEVELS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    p_z, p_seed, seed: tl.int64, n_fresh, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
+    LEVELS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
     WHOLE: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_z: (K, I), rows ``stride`` apart. p_seed, seed, FRESH: see known_seed. p_codes: uint8 (K, row_bytes), SIZE for
+    p_z: (K, I), rows ``stride`` apart. p_seed, seed, n_fresh: see known_seed. p_codes: uint8 (K, row_bytes), SIZE for
     each group. p_scales: uint8 (K, groups). HALF: the dtype of products. WHOLE: whether I is a multiple of 128.
     """
     n_groups = tl.cdiv(n_columns, 128)
@@ -62,7 +62,7 @@ def _encode_normal_kernel(
     first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_e, o_b = tl.arange(0, 128), tl.arange(0, 32)
     o_j = i_g * 128 + o_e
-    seed = known_seed(p_seed, seed, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
     b_rotations = _rotations(seed, HALF, False)
     # Byte i holds the elements i, i + SIZE, …, as digits of base LEVELS: a product with its powers, which is exact.
     LOG: tl.constexpr = 1.0 if LEVELS == 2 else (2.0 if LEVELS == 4 else 1.584962500721156)
@@ -154,13 +154,13 @@ def encode_normal(
             torch.empty(rows, n, dtype=torch.uint8, device=matrix.device) for n in (groups * group_bytes, groups)
         )
     codes, scales = out
-    *seeds, fresh = given(seed, matrix.numel() > 0)
+    seeds = given(seed, matrix.numel() > 0)
     if matrix.numel():
         size, warps = _shape(matrix, matrix.dtype)
         taken, grid = tiles(rows, groups, size)
         launch(
             _encode_normal_kernel, grid,
-            matrix, *seeds, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], FRESH=fresh,
+            matrix, *seeds, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1],
             LEVELS=_levels(bits), SIZE=group_bytes, HALF=_half(matrix.dtype), IEEE=is_ieee(),
             WHOLE=columns % GROUP == 0, B_K=size, num_warps=warps,
         )  # fmt: skip

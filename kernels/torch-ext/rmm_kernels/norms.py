@@ -70,20 +70,20 @@ def _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED
     return b_x * b_rstd[:, None]
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _pack_norm_kernel(
-    p_x, p_index, p_seed, seed: tl.int64, p_mean, p_rstd, p_codes, p_scales,
+    p_x, p_index, p_seed, seed: tl.int64, n_fresh, p_mean, p_rstd, p_codes, p_scales,
     n_rows, n_tiles, n_columns, stride, row_bytes,
-    FRESH: tl.constexpr, CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
     IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed, seed, FRESH: see known_seed. p_mean, p_rstd:
+    p_x: (N, H), rows ``stride`` apart. p_index: int64 (n,). p_seed, seed, n_fresh: see known_seed. p_mean, p_rstd:
     float32 (n,). HALF: the dtype in which h, which is below √H, is multiplied. The others: see store_packed.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
     b_rotation = rotation(seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -99,11 +99,11 @@ def _pack_norm_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _normalize_kernel(
-    p_x, p_place, p_seed, seed: tl.int64, p_mean, p_rstd, p_gamma, p_beta, p_out, p_codes, p_scales,
+    p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_mean, p_rstd, p_gamma, p_beta, p_out, p_codes, p_scales,
     n_rows, n_tiles, n_columns, stride, row_bytes,
-    FRESH: tl.constexpr, CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr,
     HAS_BETA: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
     TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def _normalize_kernel(
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     m_j = o_j < n_columns
-    seed = known_seed(p_seed, seed, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
     b_rotation = rotation(seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -317,7 +317,7 @@ def pack_norm(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     codes, scales, rstd = _empty(rows, columns, bits, x) if out is None else out
-    *seeds, fresh = given(seed, codes.numel() > 0)
+    seeds = given(seed, codes.numel() > 0)
     if codes.numel():
         size = rows_for(x, x.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
@@ -325,7 +325,7 @@ def pack_norm(
         launch(
             _pack_norm_kernel, grid,
             x, index, *seeds, mean, rstd, codes, scales, rows, taken, columns, x.stride(0), codes.shape[1],
-            FRESH=fresh, CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=small_type(x.dtype),
+            CENTERED=centered, HAS_INDEX=index is not None, BITS=bits, HALF=small_type(x.dtype),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return codes, scales, rstd
@@ -365,7 +365,7 @@ def normalize_and_pack(
     gamma, beta = (None if one is None else one.contiguous() for one in (gamma, beta))
     codes, scales, rstd = _empty(kept, columns, bits, x) if saved is None else saved
     out = torch.empty(x.shape, dtype=dtypes[1], device=x.device)
-    *seeds, fresh = given(seed, out.numel() > 0)
+    seeds = given(seed, out.numel() > 0)
     if out.numel():
         place = places(index, rows)
         of_all = rstd if index is None else torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -375,7 +375,7 @@ def normalize_and_pack(
         launch(
             _normalize_kernel, grid,
             x, place, *seeds, mean, of_all, gamma, beta, out, codes, scales, rows, taken, columns, x.stride(0),
-            codes.shape[1], FRESH=fresh, CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
+            codes.shape[1], CENTERED=centered, HAS_PLACE=index is not None, HAS_GAMMA=gamma is not None,
             HAS_BETA=beta is not None, ROUND=_TYPES.get(dtypes[0]), BITS=bits, HALF=small_type(x.dtype), IEEE=is_ieee(),
             TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip

@@ -11,21 +11,21 @@ from .launch import Seed, cdiv, given, is_ieee, launch, product_type, rows_for, 
 _PROGRAMS = 768  # the fewest that keep an H200 busy, as measured
 
 
-@triton.jit(do_not_specialize=["seed", "n_rows", "n_tiles", "n_tokens"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles", "n_tokens"])
 def _pack_kernel(
-    p_z, p_seed, seed: tl.int64, p_index, p_mean, p_codes, p_scales,
+    p_z, p_seed, seed: tl.int64, n_fresh, p_index, p_mean, p_codes, p_scales,
     n_rows, n_tiles, n_columns, n_tokens, stride, row_bytes,
-    FRESH: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_MEAN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+    HAS_INDEX: tl.constexpr, HAS_MEAN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
     IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_z: (K, I), rows ``stride`` apart. p_seed, seed, FRESH: see known_seed. p_index: int64 (n,), the rows; all without.
-    p_mean: (K / n_tokens, I), what is taken off n_tokens rows each. HALF: the dtype of a half type in which tiles are
-    multiplied, or float32. The others: see store_packed.
+    p_z: (K, I), rows ``stride`` apart. p_seed, seed, n_fresh: see known_seed. p_index: int64 (n,), the rows; all
+    without. p_mean: (K / n_tokens, I), what is taken off n_tokens rows each. HALF: the dtype of a half type in which
+    tiles are multiplied, or float32. The others: see store_packed.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, FRESH)
+    seed = known_seed(p_seed, seed, n_fresh)
     b_rotation = rotation(seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -115,14 +115,14 @@ def pack(
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     rows, columns = matrix.shape[0] if index is None else index.shape[0], matrix.shape[1]
     codes, scales = empty_sketch(rows, columns, bits, matrix) if out is None else out
-    *seeds, fresh = given(seed, rows > 0 and columns > 0)
+    seeds = given(seed, rows > 0 and columns > 0)
     if rows and columns:
         size = rows_for(matrix, matrix.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
         launch(
             _pack_kernel, grid,
             matrix, *seeds, index, None if mean is None else mean.contiguous(), codes, scales, rows, taken, columns,
-            1 if mean is None else matrix.shape[0] // mean.shape[0], matrix.stride(0), codes.shape[1], FRESH=fresh,
+            1 if mean is None else matrix.shape[0] // mean.shape[0], matrix.stride(0), codes.shape[1],
             HAS_INDEX=index is not None, HAS_MEAN=mean is not None, BITS=bits, HALF=product_type(matrix.dtype),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip

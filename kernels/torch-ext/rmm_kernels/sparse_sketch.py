@@ -1,5 +1,8 @@
 """sparse_sketch: rows of SᵀM that sum few rows of M. CountSketch from the seed alone, or a gather with scales."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -10,16 +13,14 @@ from .launch import Seed, cdiv, given, is_ieee, launch
 from .packing import empty_sketch
 
 
-@triton.jit(do_not_specialize=["seed", "n_words", "n_segments", "n_rows"])
-def _hash_kernel(
-    p_seed, seed: tl.int64, p_words, p_shifts, n_words, n_segments, n_rows, FRESH: tl.constexpr, B_N: tl.constexpr
-):
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_words", "n_segments", "n_rows"])
+def _hash_kernel(p_seed, seed: tl.int64, n_fresh, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl.constexpr):
     """B_N words of 32 signs, and as many shifts: drawn once, where every tile would draw them again.
 
-    p_seed, seed, FRESH: see known_seed. p_words: int32 (⌈N/32⌉,). p_shifts: int64 (⌈N/K⌉,), the first of which is 0.
+    p_seed, seed, n_fresh: see known_seed. p_words: int32 (⌈N/32⌉,). p_shifts: int64 (⌈N/K⌉,), the first of which is 0.
     """
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    first, second, _, _ = words(known_seed(p_seed, seed, FRESH), o_n, 0)
+    first, second, _, _ = words(known_seed(p_seed, seed, n_fresh), o_n, 0)
     b_shifts = ((second.to(tl.uint64) * as_int64(n_rows).to(tl.uint64)) >> 32).to(tl.int64)
     tl.store(p_words + o_n, first.to(tl.int32, bitcast=True), mask=o_n < n_words)
     tl.store(p_shifts + o_n, tl.where(o_n == 0, 0, b_shifts), mask=o_n < n_segments)
@@ -66,12 +67,12 @@ def _sparse_sketch_kernel(
     store_tile(b_z, seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_K, B_D)
 
 
-def _hash(place: torch.Tensor, number: int, fresh: int, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _hash(seeds: Sequence[Any], tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     n_words, n_segments = cdiv(tokens, 32), cdiv(tokens, rows)
-    words = torch.empty(n_words, dtype=torch.int32, device=place.device)
-    shifts = torch.empty(n_segments, dtype=torch.int64, device=place.device)
+    words = torch.empty(n_words, dtype=torch.int32, device=seeds[0].device)
+    shifts = torch.empty(n_segments, dtype=torch.int64, device=seeds[0].device)
     grid = (cdiv(max(n_words, n_segments), 256),)
-    launch(_hash_kernel, grid, place, number, words, shifts, n_words, n_segments, rows, FRESH=fresh, B_N=256)
+    launch(_hash_kernel, grid, *seeds, words, shifts, n_words, n_segments, rows, B_N=256)
     return words, shifts
 
 
@@ -108,13 +109,13 @@ def sparse_sketch(
     tokens, columns = matrix.shape
     z, scales = empty_sketch(rows, columns, bits, matrix, dtype)
     tile = (16, 128) if bits is None else (32, 64)
-    place, number, fresh = given(seed, z.numel() > 0 and index is None)  # by the first of two kernels
+    seeds = given(seed, z.numel() > 0 and index is None)  # by the first of two kernels
     if z.numel():
         grid = (cdiv(rows, tile[0]), cdiv(columns, tile[1]))
-        signs, shifts = (None, None) if index is not None else _hash(place, number, fresh, tokens, rows)
+        signs, shifts = (None, None) if index is not None else _hash(seeds, tokens, rows)
         launch(
             _sparse_sketch_kernel, grid,
-            matrix, place, signs, shifts, order, count, index, scale, z, scales,
+            matrix, seeds[0], signs, shifts, order, count, index, scale, z, scales,
             tokens, rows, columns, matrix.stride(0), z.shape[1],
             HASHED=index is None, MASKED=order is not None, BITS=bits or 0, IEEE=is_ieee(),
             TAIL=columns % GROUP != 0,
