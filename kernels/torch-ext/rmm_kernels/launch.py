@@ -155,7 +155,7 @@ def given(seed: Any, is_launched: bool, count: int = 1) -> tuple[Any, ...]:
         count: How many seeds there are.
     """
     if seed is None or isinstance(seed, torch.Tensor):
-        return seed, *[0] * count, 0
+        return seed, *[_LAST] * count, 0  # a number of 64 bits, as almost all seeds are: for one kernel
     place, numbers = seed
     for i, number in enumerate(() if is_launched else numbers):
         place[i:].fill_(number)
