@@ -120,7 +120,7 @@ def pack_tokens(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pack as :func:`rmm_linear.packing.attention.pack_tokens` does."""
+    """Pack the rows of :func:`rmm_linear.packing.attention.tokens_of`."""
     return kernels().pack(matrix, packing.check_bits(bits), seed, out, index=_listed(index), mean=mean)
 
 

@@ -71,8 +71,7 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
 def _activate_kernel(
     p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
     parameter, low, inverse,
-    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 
@@ -107,8 +106,7 @@ def _activate_kernel(
 @triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows"])
 def _square_kernel(
     p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, p_scales, n_rows, n_columns, stride, row_bytes,
-    BITS: tl.constexpr, HAS_PLACE: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    BITS: tl.constexpr, HAS_PLACE: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 

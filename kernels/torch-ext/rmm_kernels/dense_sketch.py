@@ -37,9 +37,8 @@ def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R:
 def _dense_sketch_kernel(
     p_m, p_seed, seed: tl.int64, n_fresh, p_order, p_count, p_index, p_z, p_scales,
     n_tokens, n_blocks, block, n_rows, n_columns, stride, row_bytes, factor,
-    KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr,
-    IEEE: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr,
-    B_D: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of one block's rows, (B_R, B_D).
 

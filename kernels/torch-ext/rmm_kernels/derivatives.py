@@ -98,8 +98,7 @@ def code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION: tl.constexp
 def _pack_derivative_kernel(
     p_x, p_index, p_seed, seed: tl.int64, n_fresh, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
     parameter, low, inverse,
-    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 

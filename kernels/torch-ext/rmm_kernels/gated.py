@@ -35,8 +35,8 @@ def _activate(b_a, ACTIVATION: tl.constexpr):
 def _pack_gated_kernel(
     p_a, p_b, p_index, p_seed, seed: tl.int64, seed_s: tl.int64, n_fresh, p_codes, p_scales, p_s_codes, p_s_scales,
     n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
-    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr,
-    HAS_S: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
@@ -80,8 +80,8 @@ def _pack_gated_kernel(
 def _gate_kernel(
     p_a, p_b, p_place, p_seed, seed: tl.int64, seed_s: tl.int64, n_fresh, p_out,
     p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
-    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr,
-    HAS_S: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
+    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 

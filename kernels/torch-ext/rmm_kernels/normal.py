@@ -49,8 +49,8 @@ def _rounded_scale(b_scale, b_chance):
 @triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _encode_normal_kernel(
     p_z, p_seed, seed: tl.int64, n_fresh, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
-    LEVELS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
-    WHOLE: tl.constexpr, B_K: tl.constexpr,
+    LEVELS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, WHOLE: tl.constexpr,
+    B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 

@@ -74,8 +74,8 @@ def _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED
 def _pack_norm_kernel(
     p_x, p_index, p_seed, seed: tl.int64, n_fresh, p_mean, p_rstd, p_codes, p_scales,
     n_rows, n_tiles, n_columns, stride, row_bytes,
-    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
-    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
@@ -103,9 +103,9 @@ def _pack_norm_kernel(
 def _normalize_kernel(
     p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_mean, p_rstd, p_gamma, p_beta, p_out, p_codes, p_scales,
     n_rows, n_tiles, n_columns, stride, row_bytes,
-    CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr,
-    HAS_BETA: tl.constexpr, ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
-    TAIL: tl.constexpr, B_K: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr,
+    ROUND: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
+    B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group, written and packed.
 
@@ -235,8 +235,8 @@ def _norm_totals_kernel(
 def _norm_backward_kernel(
     p_y, p_index, p_seed, p_gamma, p_codes, p_scales, p_rstd, p_rows, p_out,
     n_rows, n_tiles, n_columns, stride, row_bytes,
-    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, BITS: tl.constexpr,
-    HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GAMMA: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
+    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group: their gradient.
 

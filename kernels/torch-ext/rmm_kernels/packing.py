@@ -15,8 +15,8 @@ _PROGRAMS = 768  # the fewest that keep an H200 busy, as measured
 def _pack_kernel(
     p_z, p_seed, seed: tl.int64, n_fresh, p_index, p_mean, p_codes, p_scales,
     n_rows, n_tiles, n_columns, n_tokens, stride, row_bytes,
-    HAS_INDEX: tl.constexpr, HAS_MEAN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr,
-    IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
+    HAS_INDEX: tl.constexpr, HAS_MEAN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
@@ -47,8 +47,7 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _unpack_kernel(
     p_codes, p_scales, p_seed, p_z, n_rows, n_tiles, n_columns, row_bytes,
-    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
