@@ -19,10 +19,16 @@ def known_seed(p_seed, number, n_fresh):
 
     Not a constant: a graph that is captured needs the kernel that eager code has compiled.
     """
-    seed = tl.load(p_seed, mask=n_fresh == 0, other=as_int64(number))
+    seed = seed_again(p_seed, number, n_fresh)
     for i in tl.static_range(2):
         tl.store(p_seed + i, seed, mask=(i < n_fresh) & (tl.program_id(0) == 0))
     return seed
+
+
+@triton.jit
+def seed_again(p_seed, number, n_fresh):
+    """The same, written before: for every tile, where one that stays takes registers that a kernel needs."""
+    return tl.load(p_seed, mask=n_fresh == 0, other=as_int64(number))
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
-from .draws import known_seed
+from .draws import known_seed, seed_again
 from .groups import GROUP, load_packed, program_place, rotation, row_words, store_packed, tile_words
 from .launch import Seed, cdiv, given, is_ieee, launch, places, product_type, rows_for, small_type
 from .packing import code_bytes, empty_sketch, tiles
@@ -45,12 +45,12 @@ def _pack_gated_kernel(
     of tiles' products, see rotated.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, n_fresh)
-    seed_s = known_seed(p_seed + 1, seed_s, n_fresh)
+    first_p = known_seed(p_seed, seed, n_fresh)
+    first_s = known_seed(p_seed + 1, seed_s, n_fresh)
     if HAS_P:
-        b_rotation_p = rotation(seed, HALF)
+        b_rotation_p = rotation(first_p, HALF)
     if HAS_S:
-        b_rotation_s = rotation(seed_s, HALF)
+        b_rotation_s = rotation(first_s, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -61,7 +61,7 @@ def _pack_gated_kernel(
         b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
         if HAS_P:
             b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-            b_row, b_column = tile_words(seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed, seed, n_fresh), begin, i_g, B_K)
             store_packed(
                 b_p, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
                 BITS, IEEE, TAIL,
@@ -69,7 +69,7 @@ def _pack_gated_kernel(
         if HAS_S:
             if tl.float32 == HALF:  # from the cache: a tile that stays in registers meanwhile spills
                 b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-            b_row, b_column = tile_words(seed_s, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed + 1, seed_s, n_fresh), begin, i_g, B_K)
             store_packed(
                 b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
                 BITS, IEEE, TAIL,
@@ -88,12 +88,12 @@ def _gate_kernel(
     p_place: int64 (N,), the row of codes, or −1. p_out: (N, C), contiguous. The others: see _pack_gated_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, n_fresh)
-    seed_s = known_seed(p_seed + 1, seed_s, n_fresh)
+    first_p = known_seed(p_seed, seed, n_fresh)
+    first_s = known_seed(p_seed + 1, seed_s, n_fresh)
     if HAS_P:
-        b_rotation_p = rotation(seed, HALF)
+        b_rotation_p = rotation(first_p, HALF)
     if HAS_S:
-        b_rotation_s = rotation(seed_s, HALF)
+        b_rotation_s = rotation(first_s, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -108,9 +108,9 @@ def _gate_kernel(
         b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
         tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
         if HAS_P:
-            b_row, b_column = tile_words(seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed, seed, n_fresh), begin, i_g, B_K)
             if HAS_PLACE:
-                b_row = row_words(seed, o_k)
+                b_row = row_words(seed_again(p_seed, seed, n_fresh), o_k)
             store_packed(
                 b_p * b_b, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
                 BITS, IEEE, TAIL,
@@ -118,9 +118,9 @@ def _gate_kernel(
         if HAS_S:
             if tl.float32 == HALF:  # as in _pack_gated_kernel
                 b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-            b_row, b_column = tile_words(seed_s, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed + 1, seed_s, n_fresh), begin, i_g, B_K)
             if HAS_PLACE:
-                b_row = row_words(seed_s, o_k)
+                b_row = row_words(seed_again(p_seed + 1, seed_s, n_fresh), o_k)
             store_packed(
                 b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
                 BITS, IEEE, TAIL,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import known_seed
+from .draws import known_seed, seed_again
 from .groups import GROUP, load_packed, program_place, rotation, row_words, store_packed, tile_words
 from .launch import Seed, cdiv, given, is_ieee, launch, places, rows_for, small_type
 from .packing import empty_sketch, tiles
@@ -83,8 +83,7 @@ def _pack_norm_kernel(
     float32 (n,). HALF: the dtype in which h, which is below √H, is multiplied. The others: see store_packed.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    seed = known_seed(p_seed, seed, n_fresh)
-    b_rotation = rotation(seed, HALF)
+    b_rotation = rotation(known_seed(p_seed, seed, n_fresh), HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -92,7 +91,7 @@ def _pack_norm_kernel(
         m_x = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
         b_h = _normalized(p_x, p_mean, p_rstd, o_row, o_k, m_k, m_x, o_j, stride, CENTERED)
-        b_row, b_column = tile_words(seed, begin, i_g, B_K)
+        b_row, b_column = tile_words(seed_again(p_seed, seed, n_fresh), begin, i_g, B_K)
         store_packed(
             b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
             BITS, IEEE, TAIL, True,
