@@ -48,7 +48,7 @@ def test_every_kernel_compiles_for_every_target(compiled, request):
 def test_no_register_is_spilled_and_shared_memory_suffices(compiled):
     for row in compiled:
         spilled = row.get("spilled_bytes", row.get("spilled_registers"))
-        assert spilled <= (0 if row["name"] in LIMITS else 16), row  # two registers, of A100's rarest variants
+        assert spilled <= (0 if row["name"] in LIMITS else 24), row  # three registers, of A100's rarest variants
         assert row["shared"] <= LIMIT[row["target"]], row
 
 
