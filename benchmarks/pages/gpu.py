@@ -38,7 +38,7 @@ def _default_path(results: Path) -> str:
         "kernel": lambda row: f"{row.kernel} {row.variant}",
         "instructions per element": lambda row: f"{row.instructions_per_element:.1f}",
         "outside of the loop, of a tile": lambda row: f"{row.outside_per_tile:.1f}",
-        "limit": lambda row: f"{row.limit:.0f}",
+        "limit": lambda row: f"{row.limit:g}",
         "bytes allow": lambda row: f"{row.bytes_allow:.0f}",
         "registers": lambda row: f"{row.registers}",
         "loads": lambda row: row.loads,

@@ -32,6 +32,8 @@ TARGETS = {
 FEW = ("sm_90", "gfx942")
 TYPES = {
     "p_seed": "*i64",
+    "seed": "i64",
+    "seed_s": "i64",
     "p_order": "*i64",
     "p_count": "*i64",
     "p_index": "*i64",
@@ -42,9 +44,9 @@ TYPES = {
 }
 TYPES |= {"p_s_codes": "*u8", "p_s_scales": "*u8"}
 TYPES |= {"p_shifts": "*i64", "p_scales": "*u8", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
-TYPES |= {"p_gamma": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
+TYPES |= {"p_total": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
-TYPES |= {"p_place": "*i64", "p_affine": "*fp32", "p_mean": "*fp32", "p_rows": "*fp32", "p_saved": "*fp32"}
+TYPES |= {"p_place": "*i64", "p_mean": "*fp32", "p_rows": "*fp32", "p_saved": "*fp32"}
 
 
 def cases() -> Any:
@@ -93,8 +95,10 @@ def cases() -> Any:
         (4, "*bf16"), (3, "*bf16"), (8, "*fp32"), (4, "*fp32"), (3, "*fp32"), (2, "*fp16"), (3, "*bf16", "tail")
     ):  # fmt: skip
         name, shape = " ".join((str(bits), dtype, *tail)), {"BITS": bits, "B_K": 64, "TAIL": bool(tail)}
+        shape |= {"HAS_INDEX": False, "HAS_MEAN": False, "p_index": None, "p_mean": None}
         yield f"pack {name}", pack, dtype, shape
         yield f"unpack {name}", unpack, dtype, shape
+    yield "pack 4 *bf16 less means", pack, "*bf16", {"BITS": 4, "B_K": 64, "HAS_INDEX": True, "HAS_MEAN": True}
     normal = sys.modules["rmm_linear.kernels.normal"]
     for bits, dtype in ((2, "*bf16"), (1.6, "*bf16"), (1, "*fp16"), (2, "*fp32")):
         shape = {"LEVELS": {2: 4, 1.6: 3, 1: 2}[bits], "SIZE": normal.GROUP_BYTES[bits], "WHOLE": True, "B_K": 64}
@@ -119,6 +123,10 @@ def cases() -> Any:
         sums = {**shape, **affine, "SUMS": centered, **({} if centered else {"p_sums": None})}
         yield f"norm_sums {name}", saved._norm_sums_kernel, dtype, sums
         yield f"norm_backward {name}", saved._norm_backward_kernel, dtype, {**shape, **affine}
+        if not is_indexed:
+            absent = {} if centered else {"p_sums": None, "p_weight": None, "p_bias": None}
+            totals = {"SUMS": centered, "CENTERED": centered, "B_R": 32, "B_C": 64, **absent}
+            yield f"norm_totals {name}", saved._norm_totals_kernel, dtype, totals
     masks = sys.modules["rmm_linear.kernels.masks"]
     for dtype, absent in (("*u8", {"p_index": None}), ("*fp32", {}), ("*bf16", {"p_index": None})):
         index = {"HAS_INDEX": not absent, **absent}
@@ -191,6 +199,8 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
             signature[name] = "*i32"  # sampled rows are stored in as few bytes
         elif name == "p_z":
             signature[name] = made
+        elif name == "p_mean" and "HAS_MEAN" in constants:
+            signature[name] = dtype
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
         lengths = (

@@ -21,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rmm_linear.backends.triton import kernels
 
 LAUNCHED: list[tuple[Any, ...]] = []
+COMPILED: list[str] = []
 
 
 class Launcher:
     """What Triton calls to launch a compiled kernel."""
 
-    def __init__(self, source: Any, metadata: Any) -> None: ...
+    def __init__(self, source: Any, metadata: Any) -> None:
+        COMPILED.append(metadata.name)
 
     def __call__(self, *arguments: Any) -> None:
         LAUNCHED.append(arguments)
@@ -67,11 +69,18 @@ class Driver(DriverBase):
 
 
 def calls(tokens: int) -> None:
-    """Pack and unpack a matrix, and a slice of it whose rows begin anywhere."""
+    """Pack and unpack a matrix, and a slice of it whose rows begin anywhere, with a seed in its place."""
     x, seed = torch.randn(tokens, 776, dtype=torch.bfloat16), torch.tensor([3**30])
     for matrix in (x[:, :768], x[:, 1:769]):
         codes, scales = kernels().pack(matrix, 3, seed)
         kernels().unpack(codes, scales, seed, 3, 768, torch.bfloat16)
+
+
+def seeds(*values: int | None) -> None:
+    """Pack a matrix with seeds that the kernel writes to their place; None for one that is there."""
+    x, place = torch.randn(512, 768, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    for number, value in enumerate(values):
+        kernels().pack(x, 3, place if value is None else (place[: 1 + number % 2], (value,)))
 
 
 def described(arguments: tuple[Any, ...]) -> list[str]:
@@ -98,8 +107,14 @@ def main() -> None:
             LAUNCHED.clear()
             calls(tokens)
             found.append(([described(one) for one in LAUNCHED], asked.call_count - before))
+        seeds(None)  # as in a graph that is captured
+        before, known = asked.call_count, len(COMPILED)
+        seeds(2**40, -(2**40), 2**63 - 1)
+        large = asked.call_count - before
+        seeds(5, 1, -7, 2**31, -(2**63))
+        variants = len(COMPILED) - known
     (first, slow), (second, unaligned), (_, other) = found
-    print(first == second, len(first), slow, unaligned, other)
+    print(first == second, len(first), slow, unaligned, other, large, variants)
 
 
 if __name__ == "__main__":

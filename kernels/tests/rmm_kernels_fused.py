@@ -221,7 +221,7 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
             "HAS_BETA": centered,
         }
         shape |= {"HAS_PLACE": True} if is_indexed else {"HAS_PLACE": False, "p_place": None}
-        shape |= {} if centered else {"p_mean": None}
+        shape |= {} if centered else {"p_mean": None, "p_beta": None}
         yield f"normalize {bits} {dtype} {centered}", module["norms"]._normalize_kernel, dtype, shape
     for activation, bits, dtype in (
         (0, 4, "*bf16"), (1, 8, "*fp32"), (2, 4, "*bf16"), (2, 2, "*fp16"), (3, 4, "*fp32")

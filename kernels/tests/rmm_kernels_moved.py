@@ -93,6 +93,10 @@ def _norm_sums(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
     return [read, *_packed(constants["BITS"]), f"{1 + constants['CENTERED']} · 4/64"]  # of every row and group alone
 
 
+def _norm_totals(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
+    return [f"{1 + constants['CENTERED']} · 4/64", f"{1 + constants['CENTERED']} · 4/{COLUMNS}"]
+
+
 # Of the bytes of an element read and written, and of the constants.
 FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "sparse_sketch": _sparse_sketch,
@@ -107,6 +111,7 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "decode_normal": lambda read, made, c: [*_normal(c), made],
     "pack_norm": lambda read, made, c: [read, *_packed(c["BITS"]), f"{1 + c['CENTERED']} · 4/{COLUMNS}"],
     "norm_sums": _norm_sums,
+    "norm_totals": _norm_totals,
     "norm_backward": _norm_backward,
     "pack_derivative": lambda read, made, c: [read, f"{c['BITS']}/8"],
     "apply_derivative": lambda read, made, c: [read, f"{c['BITS']}/8", made],

@@ -42,18 +42,18 @@ def norm_gradients(
     rows: int = 37,
     is_affine: bool = True,
 ) -> list[Check]:
-    """Compare the gradients from one packed copy."""
+    """Compare the gradients from one packed copy, those of γ and β in the dtype of γ."""
     make = Inputs(device)
     x, index = make.matrix(rows + 1, columns)[1:], _index(device, mask, rows)  # not y, whose gradient is 0
-    y, gamma = make.matrix(rows, columns, dtype), make.matrix(1, columns).view(-1) if is_affine else None
+    y, gamma = make.matrix(rows, columns, dtype), make.matrix(1, columns, dtype).view(-1) if is_affine else None
     saved = norms.pack_norm(x, bits, make.seed, EPS, centered, index)
-    options = {"centered": centered, "index": index, "sums": is_affine}
+    options = {"centered": centered, "index": index, "sums": is_affine, "sum_dtype": dtype}
     found = kernels().norm_gradients(y, *saved, bits, make.seed, gamma, **options)
     expected = norms.norm_gradients(y, saved, bits, make.seed, gamma, **options)
     return [
         close("dX", found[0], expected.x, dtype),
-        close("dγ", found[1], expected.weight),
-        close("dβ", found[2], expected.bias),
+        close("dγ", found[1], expected.weight, dtype),
+        close("dβ", found[2], expected.bias, dtype),
     ]
 
 

@@ -19,7 +19,8 @@ from triton.backends.nvidia.compiler import get_ptxas
 # What kernels of the default path, in bfloat16, may issue per element on sm_90; 9.9 are one byte of an H100's memory.
 LIMITS = {
     "pack 3 *bf16": 30, "pack 4 *bf16": 30, "unpack 3 *bf16": 36, "unpack 4 *bf16": 36, "row_statistics 3 *bf16": 14,
-    "pack_norm 3 *bf16": 36, "norm_sums 3 *bf16": 50, "norm_backward 3 *bf16": 45, "pack_gated 2 4 *bf16": 85,
+    "pack_norm 3 *bf16": 36, "norm_sums 3 *bf16": 50, "norm_totals 3 *bf16": 0.5, "norm_backward 3 *bf16": 45,
+    "pack_gated 2 4 *bf16": 85,
     "apply_gated 2 4 *bf16": 75, "pack_derivative gelu 4 *bf16": 60, "apply_derivative gelu 4 *bf16": 18,
     "pack_mask *u8": 12, "apply_mask *bf16": 14,
 }  # fmt: skip
@@ -68,6 +69,8 @@ def tile_sizes(kernel: str, constants: dict[str, Any]) -> list[int]:
         for name in shapes[kernel]:
             size *= number(name, 1)
         return [size]
+    if kernel == "norm_totals":  # of the matrix, 64 of a row have one sum each
+        return [number("B_R", 1) * number("B_C", 1) * 64 // (1 + number("CENTERED", 0))]
     if kernel == "pack_mask":
         return [number("B_N", 1) * 8 * number("B_B", 1)]
     if kernel.endswith("_normal"):

@@ -16,8 +16,9 @@ def test_a_known_kernel_gets_the_arguments_that_triton_would_give_it():
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launch_kernels.py"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    equal, launches, first, second, other_tokens = done.stdout.split()
+    equal, launches, first, second, other_tokens, seeds, variants = done.stdout.split()
     assert equal == "True"
     # Both matrices are unpacked alike, and packed by two kernels: the pointer of the second is not aligned.
     assert (launches, first, second) == ("4", "3", "0")
     assert other_tokens == "0"  # another number of tokens needs no other kernel
+    assert (seeds, variants) == ("0", "0")  # nor does another seed, of any size, or one that is written

@@ -72,6 +72,9 @@ LAUNCHES = {
     "norm_sums 4 *fp32 RMS": lambda make: make.norm_gradients(
         matrix(SINGLE), *_packed(4), RSTD, 4, SEED, centered=False, sums=False
     ),
+    "norm_totals 4 *fp32 RMS": lambda make: make.norm_gradients(
+        matrix(SINGLE), *_packed(4), RSTD, 4, SEED, centered=False, sums=False
+    ),
     "norm_backward 2 *bf16 index": lambda make: make.norm_gradients(
         matrix(HALF), *_packed(2), RSTD, 2, SEED, GAMMA, index=torch.arange(ROWS)
     ),

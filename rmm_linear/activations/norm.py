@@ -150,9 +150,11 @@ class NormFunction(SavingFunction):
         rows = grad_output.numel() // max(1, shape.numel())
         with autocast_off(grad_output.device.type):
             y = SavingFunction.received(ctx, grad_output, "a packed norm", (rows, shape.numel()))
+            dtypes = {weight.dtype} if needs_weight else set()
+            dtypes |= {ctx.bias_like[1]} if needs_bias else set()
             x, grad_weight, grad_bias = norm_backward(
                 y, stored, norm.form.gamma(weight), index, norm.bits, norm.form.centered, ctx.input_dtype,
-                needs_weight or needs_bias,
+                bool(dtypes), next(iter(dtypes)) if len(dtypes) == 1 else None,
             )  # fmt: skip
         grad_weight = _like(grad_weight, weight.shape, weight.dtype) if needs_weight else None
         if needs_bias:

@@ -46,12 +46,13 @@ class NormForm:
         return self.centered, self.dims
 
     def gamma(self, weight: Tensor | None) -> Tensor | None:
-        """Return γ, one dimension, float32 at least; None without a weight."""
+        """Return γ, one dimension; None without a weight."""
         if weight is None:
             return None
         gamma = weight.detach().reshape(-1)
-        gamma = gamma if gamma.dtype == torch.float32 else gamma.to(torch.promote_types(gamma.dtype, torch.float32))
-        return gamma + self.shift if self.shift else gamma
+        if not self.shift:
+            return gamma
+        return gamma.to(torch.promote_types(gamma.dtype, torch.float32)) + self.shift
 
     def eps_of(self, dtype: torch.dtype) -> float:
         """Return what is added to the variance."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from rmm_linear import packing
+from rmm_linear.ops import triton
 from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
 from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, runs_kernels, state_bytes
 from rmm_linear.ops.native import attention as native
@@ -33,7 +34,7 @@ from rmm_linear.packing.attention import AttentionSpec, Bits, attention_parts, p
 from rmm_linear.packing.attention_gradients import Bias, Rows, Steps, attention_gradients
 from rmm_linear.packing.pack import unrotate
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seeds
+from rmm_linear.sketches.seeds import each_of, fresh_seeds
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,30 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _pack_tokens_plainly(
+    matrix: Tensor,
+    bits: int,
+    seed: Tensor,
+    index: Tensor | None,
+    mean: Tensor | None,
+    *,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    return PACK(plain.tokens_of(matrix, index, mean), bits, seed, out=out)
+
+
+def _tokens_samples(case: Case) -> Iterator[Call]:
+    for batch in (1, case.rows):
+        yield call(case.matrix(), 4, case.seeds, case.index, case.matrix(1)[:batch] if case.rows else None)
+    yield call(case.matrix(), 8, case.seeds, case.index, None)
+
+
+# The rows that are packed of queries, keys or values: the tokens of an index, less the mean of their sequence.
+PACK_TOKENS = operation(
+    "PACK_TOKENS", _pack_tokens_plainly, None, triton.pack_tokens, _tokens_samples, moved=0.002, by_row=False
+)
+
+
 @operator(
     "pack_attention",
     samples=_pack_samples,
@@ -109,10 +134,11 @@ def pack_attention(
     bits = bits_q, bits_k, bits_v
     parts = parts_of(query, key, value, index, kv_index, bits)
     stored = blank_stored(query, parts)
-    seeds, *places = views(stored, parts)
-    fill_seeds(seeds, seed)
-    for i, rows in enumerate(plain.attention_rows(query, key, value, index, kv_index)):
-        PACK(rows, bits[i], seeds[i : i + 1], out=(places[2 * i], places[2 * i + 1]))
+    place, *places = views(stored, parts)
+    seeds = each_of(fresh_seeds(place, seed))
+    means = None, plain.key_mean(key), None
+    for i, (tensor, at) in enumerate(((query, index), (key, kv_index), (value, kv_index))):
+        PACK_TOKENS(plain.heads_together(tensor), bits[i], seeds[i], at, means[i], out=places[2 * i : 2 * i + 2])
     return stored
 
 

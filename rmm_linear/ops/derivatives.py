@@ -18,7 +18,7 @@ from rmm_linear.packing.derivatives import stored_layout, stored_parts
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seed
+from rmm_linear.sketches.seeds import fresh_seed
 
 
 def _pack_plainly(
@@ -111,8 +111,8 @@ def pack_derivative(
     if function.is_exact:
         PACK_DERIVATIVE(x, views(stored, parts)[0], function, bits, None, index)
         return stored
-    seeds, codes, *scales = views(stored, parts)
-    fill_seed(seeds, seed)
+    place, codes, *scales = views(stored, parts)
+    seeds = fresh_seed(place, seed)
     if not function.is_bounded:
         rows = torch.relu(x if index is None else x.index_select(0, index))
         PACK(rows, bits, seeds, out=(codes, *scales))
@@ -176,8 +176,8 @@ def activate_and_pack(
     stored = blank_stored(x, parts)
     if function.is_exact:
         return ACTIVATE(x, views(stored, parts)[0], function, bits, None, index).contiguous(), stored
-    seeds, *tensors = views(stored, parts)
-    fill_seed(seeds, seed)
+    place, *tensors = views(stored, parts)
+    seeds = fresh_seed(place, seed)
     if function.is_bounded:
         return ACTIVATE(x, tensors[0], function, bits, seeds, index).contiguous(), stored
     return SQUARE(x, bits, seeds, index, out=tuple(tensors))[0].contiguous(), stored

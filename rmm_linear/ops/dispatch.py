@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from rmm_linear.backends.select import VARIABLE, backend_of, backends_of
 from rmm_linear.backends.triton import DTYPES, was_tried
 from rmm_linear.sketches import RowSample, TokenMask
+from rmm_linear.sketches.seeds import Fresh, written
 from rmm_linear.spec import SaveSpec
 
 # float32 and the half types, all that the C library and the kernels read; float64 where it is converted for them.
@@ -136,24 +137,33 @@ class Operation:
     _chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the implementation for the device and dtype of the first tensor, and for a dtype among the arguments."""
+        """Run the implementation for device and dtype of the first tensor, and for the first dtype among the arguments.
+
+        Seeds that are not in their place yet are written for all but the kernels, which write them themselves.
+        """
         first = dtype = None
+        is_fresh = False
         is_transformed = _stack() is not None
         for value in (*arguments, *named.values()) if named else arguments:
             kind = type(value)
             if kind is Tensor:
                 if value.is_neg() or (is_transformed and _is_wrapped(value)):
-                    return self.plain(*arguments, **named)  # memory does not hold its values
+                    return self.plain(*map(written, arguments), **_written(named))  # memory does not hold its values
                 if first is None:
                     first = value
             elif kind is torch.dtype:
-                dtype = value
+                dtype = dtype or value
+            elif kind is Fresh:
+                is_fresh = True
             elif kind not in _NO_TENSORS and isinstance(value, Tensor):
-                return self.plain(*arguments, **named)
+                return self.plain(*map(written, arguments), **_written(named))
         if first is None:
             raise TypeError("An operation takes at least one tensor, got none.")
         key = first.device.type, first.dtype, dtype, _environment.get(_SETTING)
-        return (self._chosen.get(key) or self._choose(key))(*arguments, **named)
+        run = self._chosen.get(key) or self._choose(key)
+        if is_fresh and run is not self.triton:
+            return run(*map(written, arguments), **_written(named))
+        return run(*arguments, **named)
 
     def _choose(self, key: tuple[Any, ...]) -> Callable[..., Any]:
         device, *dtypes, _ = key
@@ -172,6 +182,10 @@ class Operation:
             ):
                 return found
         return self.plain
+
+
+def _written(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: written(value) for name, value in named.items()}
 
 
 class Operator:

@@ -17,7 +17,7 @@ from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seeds
+from rmm_linear.sketches.seeds import fresh_seeds
 
 
 def _gate_plainly(
@@ -101,10 +101,9 @@ def keep_gated(
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     parts = stored_parts(rows, columns, bits, needs_a + needs_b)
     stored = blank_stored(a, parts)
-    seeds, *tensors = views(stored, parts)
-    fill_seeds(seeds, seed)
+    place, *tensors = views(stored, parts)
     out = _packed(tensors, needs_a, needs_b)
-    PACK_GATED(a, b, seeds, activation, bits, (needs_a, needs_b), index, out=out)
+    PACK_GATED(a, b, fresh_seeds(place, seed), activation, bits, (needs_a, needs_b), index, out=out)
     return stored
 
 
@@ -177,10 +176,9 @@ def gate_and_pack(
     check_factors(a, b)
     parts = stored_parts(len(a) if index is None else len(index), a.shape[1], bits, needs_a + needs_b)
     stored = blank_stored(a, parts)
-    seeds, *tensors = views(stored, parts)
-    fill_seeds(seeds, seed)
+    place, *tensors = views(stored, parts)
     out = _packed(tensors, needs_a, needs_b)
-    output, _ = GATE(a, b, seeds, activation, bits, (needs_a, needs_b), index, out=out)
+    output, _ = GATE(a, b, fresh_seeds(place, seed), activation, bits, (needs_a, needs_b), index, out=out)
     return output.contiguous(), stored
 
 

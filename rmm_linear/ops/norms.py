@@ -15,7 +15,7 @@ from rmm_linear.packing import GROUP, WIDTHS, check_bits
 from rmm_linear.packing import norms as plain
 from rmm_linear.packing.norms import NormCopy, norm_parts
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seed
+from rmm_linear.sketches.seeds import fresh_seed
 
 _EPS = 1e-5  # of samples
 
@@ -46,8 +46,8 @@ def _pack_samples(case: Case) -> Iterator[Call]:
 def _gradients_samples(case: Case) -> Iterator[Call]:
     for (x, bits, seeds, eps, centered, index), _ in _pack_samples(case):
         saved = plain.pack_norm(x, bits, seeds, eps, centered, index)
-        for dtype, sums in ((None, True), (torch.float32, False)):
-            how = {"centered": centered, "index": index, "dtype": dtype, "sums": sums}
+        for dtype, sums, of_sums in ((None, True, None), (torch.float32, False, None), (None, True, case.dtype)):
+            how = {"centered": centered, "index": index, "dtype": dtype, "sums": sums, "sum_dtype": of_sums}
             yield call(case.matrix(1), saved, bits, seeds, case.vector() if sums else None, **how)
 
 
@@ -87,7 +87,8 @@ def _backward_samples(case: Case) -> Iterator[Call]:
     for (x, index, seed, bits, eps, centered, *_), _ in _operator_samples(case):
         stored = pack_norm.function(x.flatten(1), index, seed, bits, eps, centered)
         sums = bits != 8
-        yield call(case.matrix(1), stored, case.vector() if sums else None, index, bits, centered, case.dtype, sums)
+        how = index, bits, centered, case.dtype, sums, case.dtype if bits == 4 else None
+        yield call(case.matrix(1), stored, case.vector() if sums else None, *how)
 
 
 def _fused_samples(case: Case) -> Iterator[Call]:
@@ -111,9 +112,8 @@ def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     stored = blank_stored(x, parts)
-    seeds, rstd, codes, scales = views(stored, parts)
-    fill_seed(seeds, seed)
-    PACK_NORM(matrix, bits, seeds, eps, centered, index, out=NormCopy(codes, scales, rstd))
+    place, rstd, codes, scales = views(stored, parts)
+    PACK_NORM(matrix, bits, fresh_seed(place, seed), eps, centered, index, out=NormCopy(codes, scales, rstd))
     return stored
 
 
@@ -139,10 +139,9 @@ def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before,
     matrix = _matrix(x, dims)
     parts = norm_parts(matrix.shape[0] if index is None else index.shape[0], matrix.shape[1], bits)
     stored = blank_stored(x, parts)
-    seeds, rstd, codes, scales = views(stored, parts)
-    fill_seed(seeds, seed)
+    place, rstd, codes, scales = views(stored, parts)
     out = NormCopy(codes, scales, rstd)
-    how = matrix, gamma, beta, (before, dtype), check_bits(bits), seeds, eps, centered, index
+    how = matrix, gamma, beta, (before, dtype), check_bits(bits), fresh_seed(place, seed), eps, centered, index
     return NORMALIZE(*how, out=out)[0].contiguous().view(x.shape), stored
 
 
@@ -168,23 +167,25 @@ def norm_backward(
     centered: bool,
     dtype: torch.dtype,
     sums: bool,
+    sum_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dX, and dγ and dβ if ``sums``, from the bytes of :func:`pack_norm`.
 
     y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, shape (H,); None is 1. Returns dX,
-    shape (N, H), contiguous; dγ and dβ, float32 (float64 if ``y`` is), shape (H,), or (0,).
+    shape (N, H), contiguous; dγ and dβ, of ``sum_dtype``, float32 (float64 if ``y`` is) for None, shape (H,), or (0,).
     """
     seeds, rstd, codes, scales = views(
         stored, norm_parts(y.shape[0] if index is None else index.shape[0], y.shape[1], bits)
     )
     saved = NormCopy(codes, scales, rstd)
-    found = NORM_GRADIENTS(y, saved, bits, seeds, gamma, centered=centered, index=index, dtype=dtype, sums=sums)
+    how = {"centered": centered, "index": index, "dtype": dtype, "sums": sums, "sum_dtype": sum_dtype}
+    found = NORM_GRADIENTS(y, saved, bits, seeds, gamma, **how)
     return found.x.contiguous(), found.weight, found.bias
 
 
 @norm_backward.register_fake
-def _(y, stored, gamma, index, bits, centered, dtype, sums):
-    sum_dtype = torch.promote_types(y.dtype, torch.float32)
+def _(y, stored, gamma, index, bits, centered, dtype, sums, sum_dtype=None):
+    sum_dtype = sum_dtype or torch.promote_types(y.dtype, torch.float32)
     one, other = (y.new_empty(y.shape[1] if sums else 0, dtype=sum_dtype) for _ in range(2))
     return y.new_empty(y.shape, dtype=dtype), one, other
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rmm_linear import packing, sketches
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.philox import Generator, philox
+from rmm_linear.sketches.seeds import Fresh, place_of
 from rmm_linear.spec import COORDINATE_BITS, SaveSpec
 
 _CHUNK = 1 << 20  # elements that are unpacked at a time on CPU: they stay in its caches and need no new pages
@@ -145,7 +146,7 @@ CODER = Coder(
 
 
 def directed_by(
-    x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None, coder: Coder
+    x: Tensor, bits: float, seed: Tensor | Fresh, basis: Tensor, index: Tensor | None, coder: Coder
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do what :func:`directed` does with other functions."""
     rows = x.shape[0] if index is None else len(index)
@@ -161,7 +162,7 @@ def directed_by(
         return torch.addmm(values, found, basis.T, alpha=-1, out=buffers[0][: end - begin])
 
     stored = coder.encode_parts(rest, (rows, x.shape[1]), bits, seed)
-    return *stored, *coder.encode(coordinates, COORDINATE_BITS, seed ^ 1)
+    return *stored, *coder.encode(coordinates, COORDINATE_BITS, place_of(seed) ^ 1)
 
 
 def directed_product(

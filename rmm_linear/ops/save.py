@@ -35,7 +35,7 @@ from rmm_linear.ops.sketches import (
 from rmm_linear.packing import GROUP, empty_encoded
 from rmm_linear.packing.stored import Part, empty_stored, stored_bytes, views
 from rmm_linear.sketches import SAMPLERS, UNIFORM_MIX, RowSample, TokenMask
-from rmm_linear.sketches.seeds import draw_seed, seed_on
+from rmm_linear.sketches.seeds import draw_seed, fresh_seed
 from rmm_linear.spec import COORDINATE_BITS, SaveSpec
 
 
@@ -86,20 +86,21 @@ def save(
     that sample rows of X; None without a prediction. With ``basis``, the codes are of what the rows have besides these
     fixed directions, and behind the seed are codes and scales of their coordinates (:func:`~plain.directed`).
     """
-    seeds = seed_on(x.device, seed)
+    place = torch.empty(1, dtype=torch.int64, device=x.device)
+    seeds = fresh_seed(place, seed)
     if basis is not None and spec.bits is not None:
         codes, scales, *coordinates = DIRECTED(x, spec.bits, seeds, basis, None if mask is None else mask.index)
-        return codes, scales, seeds, *coordinates
+        return codes, scales, place, *coordinates
     if spec.samples_rows(x.shape[0]):
         index, scale = SAMPLE_ROWS(x, seeds, spec, expected, mask)
         stored = RowSample(index, scale / fp16_scale(x.dtype, x.shape[0], spec.rows))
         if spec.bits is None:
             return GATHER_ROWS(x, stored), index, scale
-        return *PACKED_ROWS(x, seeds, stored, spec.bits), index, scale, seeds
+        return *PACKED_ROWS(x, place, stored, spec.bits), index, scale, place
     if spec.bits is not None:
-        return *PACKED_SKETCH(x, seeds, spec, mask), seeds
+        return *PACKED_SKETCH(x, seeds, spec, mask), place
     scale = fp16_scale(x.dtype, x.shape[0], spec.kept_rows(x.shape[0]))
-    return scaled_sketch.function(x, seeds, spec, mask, 1 / scale), seeds
+    return scaled_sketch.function(x, seeds, spec, mask, 1 / scale), place
 
 
 @save.register_fake

@@ -20,15 +20,18 @@ from rmm_linear.packing.norms import NormCopy, NormGradients
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.blocks import block_rows
+from rmm_linear.sketches.seeds import Fresh, place_of, written
 from rmm_linear.sketches.transforms import next_power_of_two
 from rmm_linear.spec import SaveSpec
+
+Seed = Tensor | Fresh  # in its place, or to be written there; every function that takes the latter sees to it
 
 
 def sketch(
     matrix: Tensor,
     *,
     kind: str,
-    seed: Tensor,
+    seed: Seed,
     rows: int,
     block: int | None = None,
     mask: TokenMask | None = None,
@@ -37,24 +40,24 @@ def sketch(
 ) -> Tensor:
     """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
     if kind not in KINDS or sketches.kept_rows(matrix.shape[0], rows, block) >= matrix.shape[0]:
-        return plain.sketch(matrix, kind=kind, seed=seed, rows=rows, block=block, mask=mask, p=p, dtype=dtype)
+        return plain.sketch(matrix, kind=kind, seed=written(seed), rows=rows, block=block, mask=mask, p=p, dtype=dtype)
     return _sketch(matrix, seed, SaveSpec(kind, rows, block), mask, dtype=dtype)
 
 
-def packed_sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
+def packed_sketch(matrix: Tensor, seed: Seed, spec: SaveSpec, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return pack(SᵀM) as :func:`rmm_linear.ops.plain.packed_sketch` does, by a kernel that stores codes only."""
     if spec.kind not in KINDS:
-        return plain.packed_sketch(matrix, seed, spec, mask)
+        return plain.packed_sketch(matrix, written(seed), spec, mask)
     bits = packing.check_code(spec.bits)
     if spec.kept_rows(matrix.shape[0]) >= matrix.shape[0]:
         return encode(matrix if mask is None else mask.compact(matrix), bits, seed)
     if not packing.is_normal(bits):
         return _sketch(matrix, seed, spec, mask, bits=int(bits))
     wide = torch.float32 if matrix.dtype == torch.float16 else None  # whose sums may exceed it
-    return encode(_sketch(matrix, seed, spec, mask, dtype=wide), bits, seed)
+    return encode(_sketch(matrix, seed, spec, mask, dtype=wide), bits, place_of(seed))
 
 
-def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
+def _sketch(matrix: Tensor, seed: Seed, spec: SaveSpec, mask: TokenMask | None, **stored: Any) -> Any:
     """SᵀM with K < N: shape (K, D), of the dtype ``dtype``, or with ``bits`` its codes and scales."""
     tokens, rows = matrix.shape[0], spec.rows
     order, count = (None, None) if mask is None else (mask.order, mask.count)
@@ -62,27 +65,31 @@ def _sketch(matrix: Tensor, seed: Tensor, spec: SaveSpec, mask: TokenMask | None
         return kernels().sparse_sketch(matrix, seed, rows, order=order, count=count, **stored)
     if spec.kind == "rows":
         index, scale = _uniform_rows(seed, tokens, rows, mask)
-        return kernels().sparse_sketch(matrix, seed, rows, index=index, scale=scale, **stored)
+        return kernels().sparse_sketch(matrix, place_of(seed), rows, index=index, scale=scale, **stored)
     size, _, rows_per_block = block_rows(tokens, rows, spec.block)
-    index = _sample(seed, next_power_of_two(size), rows_per_block, None) if spec.kind == "hadamard" else None
+    index = None
+    if spec.kind == "hadamard":
+        index, seed = _sample(seed, next_power_of_two(size), rows_per_block, None), place_of(seed)
     return kernels().dense_sketch(
         matrix, seed, spec.kind, size, rows_per_block, index=index, order=order, count=count, **stored
     )
 
 
-def _sample(seed: Tensor, population: int, size: int, count: Tensor | None) -> Tensor:
+def _sample(seed: Seed, population: int, size: int, count: Tensor | None) -> Tensor:
     """As :func:`rmm_linear.sketches.rows.sample`."""
     keys = kernels().random_keys(seed, population, count)
     return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
 
 
-def _uniform_rows(seed: Tensor, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
+def _uniform_rows(seed: Seed, tokens: int, rows: int, mask: TokenMask | None) -> tuple[Tensor, Tensor]:
     """Return the rows of M and their scales; where all n valid rows fit into K, these rows, and others with scale 0."""
     if mask is None:
-        return _sample(seed, tokens, rows, None), seed.new_full((rows,), (tokens / rows) ** 0.5, dtype=torch.float32)
-    place = torch.arange(rows, device=seed.device)
+        index = _sample(seed, tokens, rows, None)
+        return index, index.new_full((rows,), (tokens / rows) ** 0.5, dtype=torch.float32)
+    sampled = _sample(seed, tokens, rows, mask.count)
+    place = torch.arange(rows, device=sampled.device)
     fits = mask.count <= rows
-    index = mask.order[torch.where(fits, place, _sample(seed, tokens, rows, mask.count))]
+    index = mask.order[torch.where(fits, place, sampled)]
     return index, torch.where(fits, (place < mask.count).float(), (mask.count.float() / rows).sqrt())
 
 
@@ -99,9 +106,22 @@ def unpacked_product(
     return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 
-def pack(matrix: Tensor, bits: int, seed: Tensor, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def pack(matrix: Tensor, bits: int, seed: Seed, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Pack as :func:`rmm_linear.packing.pack` does, into ``out`` where it is given."""
     return kernels().pack(matrix, packing.check_bits(bits), seed, out)
+
+
+def pack_tokens(
+    matrix: Tensor,
+    bits: int,
+    seed: Seed,
+    index: Tensor | None,
+    mean: Tensor | None,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Pack the rows of :func:`rmm_linear.packing.attention.tokens_of`."""
+    return kernels().pack(matrix, packing.check_bits(bits), seed, out, index=_listed(index), mean=mean)
 
 
 def unpack(
@@ -120,12 +140,12 @@ def unpack(
     return kernels().unpack(codes, scales, seed, bits, columns, dtype)
 
 
-def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:
     """Encode as :func:`rmm_linear.packing.encode` does."""
     if not packing.is_normal(bits):
         return pack(matrix, int(bits), seed)
     if torch.version.hip is not None:  # whose registers do not hold a tile beside the rotations
-        return packing.encode(matrix, bits, seed)
+        return packing.encode(matrix, bits, written(seed))
     return kernels().encode_normal(matrix, bits, seed)
 
 
@@ -140,7 +160,7 @@ def decode(
 
 
 def directed(
-    x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None = None
+    x: Tensor, bits: float, seed: Seed, basis: Tensor, index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Encode as :func:`rmm_linear.ops.plain.directed` does."""
     return plain.directed_by(x, bits, seed, basis, index, _CODER)
@@ -153,7 +173,7 @@ def directed_product(
     return plain.directed_product_by(y, saved, bits, columns, index, _CODER)
 
 
-def _encode_parts(part: Callable[[int, int], Tensor], shape: Any, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_parts(part: Callable[[int, int], Tensor], shape: Any, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:
     return encode(part(0, shape[0]), bits, seed)
 
 
@@ -170,7 +190,7 @@ def _as_it_is(matrix: Tensor, *_: Any) -> Tensor:
 _CODER = plain.Coder(_encode_parts, encode, _decode_parts, decode, _as_it_is, _as_it_is)
 
 
-def sample_rows(x: Tensor, seed: Tensor, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
+def sample_rows(x: Tensor, seed: Seed, spec: SaveSpec, expected: Tensor | None, mask: TokenMask | None) -> RowSample:
     """Sample rows as :func:`rmm_linear.ops.plain.sample_rows` does."""
     norms, keys = kernels().row_norms(x), kernels().random_keys(seed, spec.rows)
     p = sketches.probabilities(norms, spec.uniform_mix, expected, mask)
@@ -208,7 +228,7 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def pack_derivative(
-    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
+    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Seed | None, index: Tensor | None
 ) -> None:
     """Write the codes of :func:`rmm_linear.packing.derivatives.pack_derivative`."""
     kernels().pack_derivative(x, codes, *_described(function, bits), bits, seed, _listed(index))
@@ -222,7 +242,7 @@ def apply_derivative(
 
 
 def activate(
-    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
+    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Seed | None, index: Tensor | None
 ) -> Tensor:
     """Return g(x), and write the codes of :func:`pack_derivative`."""
     return kernels().activate_and_pack(x, codes, *_described(function, bits), bits, seed, _listed(index))
@@ -233,7 +253,7 @@ def _described(function: Pointwise, bits: int) -> tuple[str, tuple[float, ...], 
 
 
 def square(
-    x: Tensor, bits: int, seed: Tensor, index: Tensor | None, *, out: tuple[Tensor, Tensor] | None = None
+    x: Tensor, bits: int, seed: Seed, index: Tensor | None, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ReLU²(x), and ReLU(x) as :func:`pack` returns it."""
     return kernels().square_and_pack(x, bits, seed, _listed(index), out)
@@ -242,7 +262,7 @@ def square(
 def pack_gated(
     a: Tensor,
     b: Tensor,
-    seeds: Tensor,
+    seeds: Seed,
     activation: str,
     bits: int,
     wanted: tuple[bool, bool],
@@ -265,7 +285,7 @@ def apply_gated(
 def gate(
     a: Tensor,
     b: Tensor,
-    seeds: Tensor,
+    seeds: Seed,
     activation: str,
     bits: int,
     wanted: tuple[bool, bool],
@@ -280,7 +300,7 @@ def gate(
 def pack_norm(
     x: Tensor,
     bits: int,
-    seed: Tensor,
+    seed: Seed,
     eps: float,
     centered: bool = True,
     index: Tensor | None = None,
@@ -311,7 +331,7 @@ def normalize(
     beta: Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
     bits: int,
-    seed: Tensor,
+    seed: Seed,
     eps: float,
     centered: bool = True,
     index: Tensor | None = None,

@@ -92,13 +92,24 @@ def attention_rows(
     query: (B, h, Tq, d). key: (B, hk, Tk, d). value: (B, hk, Tk, dv). index: Tokens whose queries are packed, int64,
     shape (n,), ascending, of B · Tq; None for all. kv_index: The same of keys and values, of B · Tk.
     """
-    key = key - key.mean(2, keepdim=True)
-    places = ((query, index), (key, kv_index), (value, kv_index))
-    rows, keys, values = (_rows(tensor) if at is None else _rows(tensor).index_select(0, at) for tensor, at in places)
+    places = ((query, index, None), (key, kv_index, key_mean(key)), (value, kv_index, None))
+    rows, keys, values = (tokens_of(heads_together(tensor), at, mean) for tensor, at, mean in places)
     return rows, keys, values
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def key_mean(key: Tensor) -> Tensor:
+    """Return the mean of every sequence's keys, all heads side by side: (B, hk, Tk, d) to (B, hk · d)."""
+    return key.mean(2).flatten(1)
+
+
+def tokens_of(matrix: Tensor, index: Tensor | None, mean: Tensor | None) -> Tensor:
+    """Return the rows of an index, None for all, less the mean of their sequence, shape (B, columns), None for 0."""
+    if mean is not None and matrix.numel():
+        matrix = (matrix.unflatten(0, (mean.shape[0], -1)) - mean.unsqueeze(1)).flatten(0, 1)
+    return matrix if index is None else matrix.index_select(0, index)
+
+
+def heads_together(tensor: Tensor) -> Tensor:
     """Return all heads of a token side by side: (B, h, T, d) to (B · T, h · d)."""
     batch, heads, tokens, width = tensor.shape
     return tensor.transpose(1, 2).reshape(batch * tokens, heads * width)

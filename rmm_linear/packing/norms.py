@@ -115,12 +115,13 @@ def norm_gradients(
     index: Tensor | None = None,
     dtype: torch.dtype | None = None,
     sums: bool = True,
+    sum_dtype: torch.dtype | None = None,
 ) -> NormGradients:
     """Compute the gradients of a norm from the packed copy of its normalized input.
 
     y: Gradient with respect to the output, floating point, shape (N, H). gamma: γ, shape (H,); None is 1. index: The
     rows that are saved, int64, shape (n,). The others, whose gradient is 0, are not read. sums: Whether dγ and dβ are
-    needed; they are float32 (float64 if ``y`` is), accumulated in float64.
+    needed; they are of ``sum_dtype``, float32 (float64 if ``y`` is) for None, accumulated in float64.
     """
     rows = wide(y if index is None else y.index_select(0, index))
     columns, rstd = y.shape[1], saved.rstd.to(rows.dtype).unsqueeze(1)
@@ -131,9 +132,9 @@ def norm_gradients(
     if index is not None:
         x = x.new_zeros(y.shape).index_copy_(0, index, x)
     if not sums:
-        return NormGradients(x, rows.new_empty(0), rows.new_empty(0))
+        return NormGradients(x, *(rows.new_empty(0, dtype=sum_dtype) for _ in range(2)))
     weight, bias = (sums_of.sum(0, dtype=torch.float64).to(rows.dtype) for sums_of in (rows * h, rows))
-    return NormGradients(x, weight, bias)
+    return NormGradients(x, weight.to(sum_dtype or rows.dtype), bias.to(sum_dtype or rows.dtype))
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,51 +42,71 @@ def peek_seed() -> int:
     return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
 
 
-def seed_on(device: torch.device, seed: int | None) -> Tensor:
-    """Return a seed as a tensor, int64, shape (1,). While a graph is captured, every replay has another."""
-    seeds = torch.full((1,), draw_seed() if seed is None else seed, dtype=torch.int64, device=device)
-    _vary(seeds)
-    return seeds
+class Fresh(NamedTuple):
+    """Seeds that are not in their place yet: a kernel writes them as it begins, so that no launch does that alone.
 
-
-def fill_seed(seeds: Tensor, seed: int | None) -> None:
-    """Write what :func:`seed_on` returns into a tensor of shape (1,), and into what fills it up."""
-    seed, whole = draw_seed() if seed is None else seed, _filled_up(seeds)
-    if whole.is_cpu:  # as the C library writes it
-        whole[1:].zero_()
-        whole = seeds
-    whole.fill_(seed)  # one launch on a device
-    _vary(seeds)
-
-
-def fill_seeds(seeds: Tensor, seed: int | None) -> None:
-    """Write the seeds, int64 (n,), of several matrices that are packed together, whose errors must be independent.
-
-    What fills them up becomes 0, or in eager code on a device the seed.
+    Attributes:
+        place: int64, (n,), and what fills it up, which the last seed is written to.
+        values: The n seeds.
     """
-    count, whole = len(seeds), _filled_up(seeds)
-    if seed is None or seeds.is_cpu or is_capturing(seeds.device) or torch._C._len_torch_dispatch_stack():
-        whole[count:].zero_()
-        for i, one in enumerate(seeds_of(seed, count)):
-            seeds[i].fill_(one)
-    else:  # one launch
-        torch.bitwise_xor(_numbers_on(seeds.device, count, len(whole)), seed, out=whole)
-    _vary(seeds)
+
+    place: Tensor
+    values: tuple[int, ...]
+
+
+def fresh_seed(place: Tensor, seed: int | None) -> Tensor | Fresh:
+    """Return a seed for a place of shape (1,), which may be a part of stored bytes; None draws it.
+
+    While a graph is captured, it is written, and changed by a random number of the device: a Python number would be the
+    same in every replay.
+    """
+    return _fresh(place, (draw_seed() if seed is None else seed,))
+
+
+def fresh_seeds(place: Tensor, seed: int | None) -> Tensor | Fresh:
+    """Return the seeds of several matrices that are packed together, whose errors must be independent."""
+    return _fresh(place, tuple(seeds_of(seed, len(place))))
+
+
+def _fresh(place: Tensor, values: tuple[int, ...]) -> Tensor | Fresh:
+    whole = _filled_up(place)
+    if whole.is_cpu and whole is not place:  # as the C library writes it
+        whole[len(values) :].zero_()
+        whole = place
+    made = Fresh(whole, values)
+    if not is_capturing(place.device):
+        return made
+    seeds = written(made)
+    return seeds.bitwise_xor_(torch.randint(2**63 - 1, seeds.shape, device=seeds.device))
+
+
+def written(seeds: Any) -> Any:
+    """Write seeds that are not in their place yet, with PyTorch, and return it; return anything else as it is."""
+    if type(seeds) is not Fresh:
+        return seeds
+    for i, value in enumerate(seeds.values):
+        seeds.place[i:].fill_(value)
+    return place_of(seeds)
+
+
+def place_of(seeds: Tensor | Fresh) -> Tensor:
+    """Return the place of seeds, shape (n,): after a kernel has written them, or where they were before."""
+    return seeds.place[: len(seeds.values)] if isinstance(seeds, Fresh) else seeds
+
+
+def each_of(seeds: Tensor | Fresh) -> list[Tensor] | list[Fresh]:
+    """Return every seed alone."""
+    if isinstance(seeds, Tensor):
+        return list(seeds.split(1))
+    count, places = len(seeds.values), range(len(seeds.values))
+    return [Fresh(seeds.place[i : i + 1 if i + 1 < count else None], seeds.values[i : i + 1]) for i in places]
 
 
 def _filled_up(seeds: Tensor) -> Tensor:
     """Return seeds with the 8 bytes that fill them up to a multiple of 16, where they are a part of stored bytes."""
     count, begin = len(seeds), seeds.storage_offset()
-    even = count + count % 2
-    has_room = (begin + even) * seeds.itemsize <= seeds.untyped_storage().nbytes()
-    return seeds.as_strided((even,), (1,)) if has_room else seeds
-
-
-@functools.cache
-def _numbers_on(device: torch.device, count: int, size: int) -> Tensor:
-    """Return numbers on a device, which is waited for once; not for a graph that records, whose memory it would be."""
-    with torch.inference_mode(False):
-        return torch.tensor([*_numbers(count), *[0] * (size - count)], device=device)
+    has_room = count % 2 and (begin + count + 1) * seeds.itemsize <= seeds.untyped_storage().nbytes()
+    return seeds.as_strided((count + 1,), (1,)) if has_room else seeds
 
 
 def seeds_of(seed: int | None, count: int) -> list[int]:
@@ -102,12 +123,6 @@ def _numbers(count: int) -> list[int]:
 def is_capturing(device: torch.device) -> bool:
     """Say whether a CUDA graph is being captured, while nothing may be read from the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _vary(seeds: Tensor) -> None:
-    """While a graph is captured: a Python number would be the same in every replay, a random number is not."""
-    if is_capturing(seeds.device):
-        seeds ^= torch.randint(2**63 - 1, seeds.shape, device=seeds.device)
 
 
 def _value(drawn: Tensor) -> int:

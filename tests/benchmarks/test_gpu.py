@@ -110,7 +110,7 @@ def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
     assert {(row.kernel, row.variant, row.target): row.moved for row in rows} == variants
     for row in rows:
         assert (row.spilled_bytes is None) == (row.target == "gfx942") == (row.scalars is not None)
-        assert (row.spilled_bytes or row.spilled_registers or 0) <= (0 if row.default_path else 16)
+        assert (row.spilled_bytes or row.spilled_registers or 0) <= (0 if row.default_path else 24)
         assert row.moved_per_element == pytest.approx(rmm_kernels_moved.value(row.moved), abs=1e-6)
 
 

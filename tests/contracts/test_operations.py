@@ -23,6 +23,7 @@ from rmm_linear.backends.native import library, transforms
 from rmm_linear.ops.dispatch import OPERATIONS, OPERATORS, Case
 from rmm_linear.ops.native.derivatives import derivative_table
 from rmm_linear.packing.rounding import scales_of
+from rmm_linear.sketches.seeds import Fresh
 from rmm_linear.spec import SaveSpec
 
 for module in pkgutil.iter_modules(ops.__path__):
@@ -194,6 +195,31 @@ def test_every_backend_makes_what_plain_pytorch_makes(row, setting, dtype, place
             assert_alike((found, one), (expected, other), row, dtype)  # what is written to is among the arguments
         else:
             assert_near_when_unpacked(found, expected, one)
+
+
+# Operations that operators hand seeds to which are not in their place yet.
+SEEDED = "SKETCH PACKED_SKETCH PACK ENCODE DIRECTED SAMPLE_ROWS PACK_NORM NORMALIZE PACK_DERIVATIVE ACTIVATE SQUARE"
+SEEDED += " PACK_GATED GATE PACK_TOKENS"
+
+
+@pytest.mark.parametrize("name", SEEDED.split())
+@pytest.mark.parametrize("setting", ["torch", "auto", kernels])
+@pytest.mark.parametrize("case", [Case(), Case(taken="some"), Case(taken="none"), Case(0, 70), Case(3, 0)], ids=str)
+def test_a_seed_that_is_to_be_written_gives_what_a_written_one_does(name, setting, case, samples):
+    row, places = OPERATIONS[name], []
+
+    def unwritten(tensor):
+        if tensor.tolist() not in (case.seeds.tolist(), [77, -5]):
+            return tensor
+        places.append((torch.zeros_like(tensor), tensor))
+        return Fresh(places[-1][0], tuple(tensor.tolist()))
+
+    for one, other in zip(samples(row, case, setting), samples(row, case, setting), strict=True):
+        made = changed(one, unwritten)
+        found, expected = row(*made.arguments, **made.named), row(*other.arguments, **other.named)
+        assert same(found, expected)
+    assert all(torch.equal(place, seeds) for place, seeds in places)
+    assert places or not list(row.samples(case))
 
 
 @every_row

@@ -2,12 +2,12 @@
 
 import torch
 
-from rmm_linear.sketches.seeds import fill_seeds
+from rmm_linear.sketches.seeds import fresh_seeds, written
 
 
 def filled(seed):
     seeds = torch.zeros(3, dtype=torch.int64)
-    fill_seeds(seeds, seed)
+    written(fresh_seeds(seeds, seed))
     return seeds.tolist()
 
 

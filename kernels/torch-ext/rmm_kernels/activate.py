@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from .derivatives import code_of, normal_cdf, sigmoid
+from .draws import known_seed
 from .groups import GROUP, ROWS, program_place, rotation, row_words, store_codes, store_packed, tile_words
-from .launch import cdiv, is_ieee, launch, places
+from .launch import Seed, cdiv, given, is_ieee, launch, places
 from .packing import empty_sketch, tiles
 
 _FAR = tl.constexpr(1024.0)  # as for derivatives, which share the exponentials
@@ -66,17 +67,21 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
         return tl.where(b_x > 0, b_x, b_x * parameter)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _activate_kernel(
-    p_x, p_place, p_seed, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes, parameter, low, inverse,
+    p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
+    parameter, low, inverse,
     FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 
-    p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed: int64 (1,). p_out: (N, C),
-    contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see _pack_derivative_kernel.
+    p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed, seed, n_fresh: see
+    known_seed. p_out: (N, C), contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see
+    _pack_derivative_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
+    if FUNCTION != "relu" and FUNCTION != "leaky_relu":
+        seed = known_seed(p_seed, seed, n_fresh)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -91,22 +96,23 @@ def _activate_kernel(
         if FUNCTION == "relu" or FUNCTION == "leaky_relu":
             b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
         else:
-            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed, begin, i_g, B_K)
             if HAS_PLACE:
-                b_row = row_words(p_seed, o_k)
+                b_row = row_words(seed, o_k)
             b_code = code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION)
         store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows"])
 def _square_kernel(
-    p_x, p_place, p_seed, p_out, p_codes, p_scales, n_rows, n_columns, stride, row_bytes,
+    p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, p_scales, n_rows, n_columns, stride, row_bytes,
     BITS: tl.constexpr, HAS_PLACE: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
-    p_x, p_place, p_seed, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
+    p_x, p_place, p_seed, seed, n_fresh, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
     """
+    seed = known_seed(p_seed, seed, n_fresh)
     i_g, o_j, begin = program_place(n_columns, 1, B_K)
     o_n = begin + tl.arange(0, B_K)
     m_n = o_n < n_rows
@@ -117,11 +123,11 @@ def _square_kernel(
     tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], (b_x * b_x).to(p_out.dtype.element_ty), mask=m_x)
     m_k = (o_k >= 0) & m_n
     o_k = tl.maximum(o_k, 0)
-    b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+    b_row, b_column = tile_words(seed, begin, i_g, B_K)
     if HAS_PLACE:
-        b_row = row_words(p_seed, o_k)
+        b_row = row_words(seed, o_k)
     store_packed(
-        b_x, rotation(p_seed, tl.float32), b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+        b_x, rotation(seed, tl.float32), b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
         BITS, IEEE, TAIL,
     )  # fmt: skip
 
@@ -133,7 +139,7 @@ def activate_and_pack(
     parameters: tuple[float, ...],
     line: tuple[float, float],
     bits: int,
-    seed: torch.Tensor | None = None,
+    seed: Seed | None = None,
     index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Apply a pointwise function to ``x``, and round its derivative as ``pack_derivative`` does, in one pass.
@@ -145,7 +151,7 @@ def activate_and_pack(
         parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
         line: Low end of the derivative's range, and the step from one code to the next.
         bits: 8, 4, 2 or 1.
-        seed: int64, shape (1,); None where one bit is exact.
+        seed: int64, shape (1,); or to be written there, see ``given``; None where one bit is exact.
         index: Rows whose codes are stored, int64, shape (n,); None for all.
 
     Returns:
@@ -154,13 +160,14 @@ def activate_and_pack(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (low, step), (rows, columns) = line, x.shape
+    seeds = given(seed, out.numel() > 0)
     if out.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(
             _activate_kernel, grid,
-            x, places(index, rows), seed, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
-            float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits, HAS_PLACE=index is not None,
-            TAIL=columns % GROUP != 0, B_K=ROWS,
+            x, places(index, rows), *seeds, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
+            float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits,
+            HAS_PLACE=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
         )  # fmt: skip
     return out
 
@@ -168,7 +175,7 @@ def activate_and_pack(
 def square_and_pack(
     x: torch.Tensor,
     bits: int,
-    seed: torch.Tensor,
+    seed: Seed,
     index: torch.Tensor | None = None,
     saved: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,7 +184,7 @@ def square_and_pack(
     Args:
         x: float16, bfloat16 or float32, shape (N, C), any row stride.
         bits: 8, 4 or 2.
-        seed: int64, shape (1,), on the device of ``x``.
+        seed: int64, shape (1,), on the device of ``x``; or to be written there, see ``given``.
         index: Rows to pack, int64, shape (n,); None for all.
         saved: Codes and scales are written into them, contiguous; None makes them.
 
@@ -190,11 +197,12 @@ def square_and_pack(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kept = rows if index is None else index.shape[0]
     codes, scales = empty_sketch(kept, columns, bits, x) if saved is None else saved
+    seeds = given(seed, out.numel() > 0)
     if out.numel():
         grid = (cdiv(rows, ROWS) * cdiv(columns, GROUP),)
         launch(
             _square_kernel, grid,
-            x, places(index, rows), seed, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],
+            x, places(index, rows), *seeds, out, codes, scales, rows, columns, x.stride(0), codes.shape[1],
             BITS=bits, HAS_PLACE=index is not None, IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=ROWS,
         )  # fmt: skip
     return out, codes, scales

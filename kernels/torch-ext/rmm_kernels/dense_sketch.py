@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import as_int64, normals, parity, signs, words
+from .draws import as_int64, known_seed, normals, parity, signs, words
 from .groups import GROUP, store_tile
-from .launch import cdiv, is_ieee, launch, precision, upcast
+from .launch import Seed, cdiv, given, is_ieee, launch, precision, upcast
 from .packing import empty_sketch
 
 KINDS = ("gaussian", "rademacher", "hadamard")
@@ -33,18 +33,18 @@ def _entries(seed, o_t, o_r, n_rows, KIND: tl.constexpr, B_T: tl.constexpr, B_R:
         return tl.reshape(1.0 - 2.0 * bits.to(tl.float32), (B_T, B_R))
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_blocks", "block", "n_rows"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_tokens", "n_blocks", "block", "n_rows"])
 def _dense_sketch_kernel(
-    p_m, p_seed, p_order, p_count, p_index, p_z, p_scales,
+    p_m, p_seed, seed: tl.int64, n_fresh, p_order, p_count, p_index, p_z, p_scales,
     n_tokens, n_blocks, block, n_rows, n_columns, stride, row_bytes, factor,
     KIND: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, IEEE: tl.constexpr,
     TAIL: tl.constexpr, UPCAST: tl.constexpr, B_T: tl.constexpr, B_R: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of one block's rows, (B_R, B_D).
 
-    p_m: (N, D), rows ``stride`` apart. p_seed: int64 (1,). p_order: int64 (N,), valid rows first. p_count: int64
-    (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes. row_bytes,
-    p_scales: see store_packed. block: tokens per block. factor: 1/√n_rows.
+    p_m: (N, D), rows ``stride`` apart. p_seed, seed, n_fresh: see known_seed. p_order: int64 (N,), valid rows first.
+    p_count: int64 (1,). p_index: int64 (n_rows,), rows of the Hadamard matrix. p_z: (blocks · n_rows, D), or codes.
+    row_bytes, p_scales: see store_packed. block: tokens per block. factor: 1/√n_rows.
     """
     i_b = tl.program_id(0).to(tl.int64)
     i_d = tl.program_id(2).to(tl.int64)
@@ -53,7 +53,7 @@ def _dense_sketch_kernel(
     o_d = i_d * B_D + tl.arange(0, B_D)
     m_r, m_d = o_r < n_rows, o_d < n_columns
     o_k = i_b * n_rows + o_r
-    seed = tl.load(p_seed)
+    seed = known_seed(p_seed, seed, n_fresh)
     count = tl.load(p_count) if MASKED else n_tokens
     length = as_int64(block)
     if MASKED and n_blocks > 1:
@@ -87,12 +87,12 @@ def _dense_sketch_kernel(
             b_z += tl.dot(tl.trans(b_s), b_m, input_precision=PRECISION)
         b_z = b_z * factor
     begin = i_b * n_rows + i_r
-    store_tile(b_z, p_seed, begin, m_r, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_R, B_D)
+    store_tile(b_z, seed, begin, m_r, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_R, B_D)
 
 
 def dense_sketch(
     matrix: torch.Tensor,
-    seed: torch.Tensor,
+    seed: Seed,
     kind: str,
     block: int,
     rows: int,
@@ -107,7 +107,7 @@ def dense_sketch(
 
     Args:
         matrix: M, float16, bfloat16 or float32, shape (N, D), any row stride.
-        seed: int64, shape (1,), on the device of ``matrix``.
+        seed: int64, shape (1,), on the device of ``matrix``; or to be written there, see ``given``.
         kind: "gaussian", "rademacher" or "hadamard".
         block: Tokens per block; N is one block.
         rows: Rows per block.
@@ -124,11 +124,12 @@ def dense_sketch(
     tokens, columns = matrix.shape
     blocks = cdiv(tokens, block)
     z, scales = empty_sketch(blocks * rows, columns, bits, matrix, dtype)
+    seeds = given(seed, z.numel() > 0)
     if z.numel():
         grid = (blocks, cdiv(rows, 32), cdiv(columns, 64))
         launch(
             _dense_sketch_kernel, grid,
-            matrix, seed, order, count, index, z, scales,
+            matrix, *seeds, order, count, index, z, scales,
             tokens, blocks, block, rows, columns, matrix.stride(0), z.shape[1], rows**-0.5,
             KIND=KINDS.index(kind), MASKED=order is not None, BITS=bits or 0, PRECISION=precision(),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, UPCAST=upcast(), B_T=32, B_R=32, B_D=64,

@@ -14,6 +14,24 @@ def as_int64(number):
 
 
 @triton.jit
+def known_seed(p_seed, number, n_fresh):
+    """A seed, int64 scalar: a number, which is written to n_fresh places from p_seed on; what is there if that is 0.
+
+    Not a constant: a graph that is captured needs the kernel that eager code has compiled.
+    """
+    seed = seed_again(p_seed, number, n_fresh)
+    for i in tl.static_range(2):
+        tl.store(p_seed + i, seed, mask=(i < n_fresh) & (tl.program_id(0) == 0))
+    return seed
+
+
+@triton.jit
+def seed_again(p_seed, number, n_fresh):
+    """The same, written before: for every tile, where one that stays takes registers that a kernel needs."""
+    return tl.load(p_seed, mask=n_fresh == 0, other=as_int64(number))
+
+
+@triton.jit
 def words(seed, counter, STREAM: tl.constexpr):
     """Four uint32 words per counter.
 

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from .derivatives import normal_cdf
+from .draws import known_seed, seed_again
 from .groups import GROUP, load_packed, program_place, rotation, row_words, store_packed, tile_words
-from .launch import cdiv, is_ieee, launch, places, product_type, rows_for, small_type
+from .launch import Seed, cdiv, given, is_ieee, launch, places, product_type, rows_for, small_type
 from .packing import code_bytes, empty_sketch, tiles
 
 _ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
@@ -30,23 +31,26 @@ def _activate(b_a, ACTIVATION: tl.constexpr):
         return b_a * b_sigmoid, b_sigmoid + b_a * b_slope * (b_sigmoid * (1.0 - b_sigmoid))
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "seed_s", "n_fresh", "n_rows", "n_tiles"])
 def _pack_gated_kernel(
-    p_a, p_b, p_index, p_seed, p_codes, p_scales, p_s_codes, p_s_scales,
+    p_a, p_b, p_index, p_seed, seed: tl.int64, seed_s: tl.int64, n_fresh, p_codes, p_scales, p_s_codes, p_s_scales,
     n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
     HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s.
-    p_codes, p_scales, p_s_codes, p_s_scales: see store_packed. HALF: the dtype of tiles' products, see rotated.
+    p_a, p_b: (N, C), rows ``stride`` and ``stride_b`` apart. p_index: int64 (n,). p_seed: int64 (2,), of p and of s;
+    seed, seed_s, n_fresh: see known_seed. p_codes, p_scales, p_s_codes, p_s_scales: see store_packed. HALF: the dtype
+    of tiles' products, see rotated.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
+    first_p = known_seed(p_seed, seed, n_fresh)
+    first_s = known_seed(p_seed + 1, seed_s, n_fresh)
     if HAS_P:
-        b_rotation_p = rotation(p_seed, HALF)
+        b_rotation_p = rotation(first_p, HALF)
     if HAS_S:
-        b_rotation_s = rotation(p_seed + 1, HALF)
+        b_rotation_s = rotation(first_s, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -57,7 +61,7 @@ def _pack_gated_kernel(
         b_s, b_p = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
         if HAS_P:
             b_p *= tl.load(p_b + o_row[:, None] * stride_b + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
-            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed, seed, n_fresh), begin, i_g, B_K)
             store_packed(
                 b_p, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
                 BITS, IEEE, TAIL,
@@ -65,17 +69,17 @@ def _pack_gated_kernel(
         if HAS_S:
             if tl.float32 == HALF:  # from the cache: a tile that stays in registers meanwhile spills
                 b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-            b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed + 1, seed_s, n_fresh), begin, i_g, B_K)
             store_packed(
                 b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
                 BITS, IEEE, TAIL,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "seed_s", "n_fresh", "n_rows", "n_tiles"])
 def _gate_kernel(
-    p_a, p_b, p_place, p_seed, p_out, p_codes, p_scales, p_s_codes, p_s_scales,
-    n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
+    p_a, p_b, p_place, p_seed, seed: tl.int64, seed_s: tl.int64, n_fresh, p_out,
+    p_codes, p_scales, p_s_codes, p_s_scales, n_rows, n_tiles, n_columns, stride, stride_b, row_bytes,
     ACTIVATION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, HAS_P: tl.constexpr, HAS_S: tl.constexpr,
     HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
@@ -84,10 +88,12 @@ def _gate_kernel(
     p_place: int64 (N,), the row of codes, or −1. p_out: (N, C), contiguous. The others: see _pack_gated_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
+    first_p = known_seed(p_seed, seed, n_fresh)
+    first_s = known_seed(p_seed + 1, seed_s, n_fresh)
     if HAS_P:
-        b_rotation_p = rotation(p_seed, HALF)
+        b_rotation_p = rotation(first_p, HALF)
     if HAS_S:
-        b_rotation_s = rotation(p_seed + 1, HALF)
+        b_rotation_s = rotation(first_s, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -102,9 +108,9 @@ def _gate_kernel(
         b_out = b_s.to(p_out.dtype.element_ty).to(tl.float32) * b_b  # rounded twice, as the modules do
         tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out.to(p_out.dtype.element_ty), mask=m_z)
         if HAS_P:
-            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed, seed, n_fresh), begin, i_g, B_K)
             if HAS_PLACE:
-                b_row = row_words(p_seed, o_k)
+                b_row = row_words(seed_again(p_seed, seed, n_fresh), o_k)
             store_packed(
                 b_p * b_b, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
                 BITS, IEEE, TAIL,
@@ -112,9 +118,9 @@ def _gate_kernel(
         if HAS_S:
             if tl.float32 == HALF:  # as in _pack_gated_kernel
                 b_s, _ = _activate(tl.load(p_gate, mask=m_z, other=0.0).to(tl.float32), ACTIVATION)
-            b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
+            b_row, b_column = tile_words(seed_again(p_seed + 1, seed_s, n_fresh), begin, i_g, B_K)
             if HAS_PLACE:
-                b_row = row_words(p_seed + 1, o_k)
+                b_row = row_words(seed_again(p_seed + 1, seed_s, n_fresh), o_k)
             store_packed(
                 b_s, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_s_codes, p_s_scales,
                 BITS, IEEE, TAIL,
@@ -135,9 +141,9 @@ def _apply_gated_kernel(
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
     if HAS_P:
-        b_rotation_p = rotation(p_seed, HALF, True)
+        b_rotation_p = rotation(tl.load(p_seed), HALF, True)
     if HAS_S:
-        b_rotation_s = rotation(p_seed + 1, HALF, True)
+        b_rotation_s = rotation(tl.load(p_seed + 1), HALF, True)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -147,13 +153,13 @@ def _apply_gated_kernel(
         o_out = o_row[:, None] * n_columns + o_j[None, :]
         b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0).to(tl.float32)
         if HAS_P:
-            b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
             b_p, _ = load_packed(
                 p_codes, p_scales, b_rotation_p, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL
             )
             tl.store(p_da + o_out, (b_y * b_p).to(p_da.dtype.element_ty), mask=m_z)
         if HAS_S:
-            b_row, b_column = tile_words(p_seed + 1, begin, i_g, B_K)
+            b_row, b_column = tile_words(tl.load(p_seed + 1), begin, i_g, B_K)
             b_s, _ = load_packed(
                 p_s_codes, p_s_scales, b_rotation_s, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes,
                 BITS, IEEE, TAIL,
@@ -175,7 +181,7 @@ def _empty(
 def pack_gated(
     a: torch.Tensor,
     b: torch.Tensor,
-    seeds: torch.Tensor,
+    seeds: Seed,
     activation: str,
     bits: int,
     wanted: tuple[bool, bool] = (True, True),
@@ -187,7 +193,7 @@ def pack_gated(
     Args:
         a: float16, bfloat16 or float32, shape (N, C), any row stride.
         b: The same.
-        seeds: int64, shape (2,), on the device of ``a``: of p and of s.
+        seeds: int64, shape (2,), on the device of ``a``: of p and of s; or to be written there, see ``given``.
         activation: "gelu", "gelu_tanh", "silu" or "relu".
         bits: 8, 4 or 2.
         wanted: Whether p and s are needed.
@@ -200,15 +206,16 @@ def pack_gated(
     a, b = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, b))
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     packed = _empty(rows, columns, bits, wanted, a) if out is None else out
+    known = given(seeds, rows > 0 and columns > 0, 2)
     if rows and columns:
         size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         launch(
             _pack_gated_kernel, grid,
-            a, b, index, seeds, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
-            columns, a.stride(0), b.stride(0), code_bytes(columns, bits), ACTIVATION=_ACTIVATIONS.index(activation),
-            BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0], HAS_S=wanted[1], HALF=_half(a.dtype),
-            IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+            a, b, index, *known, *(packed[0] or (None, None)), *(packed[1] or (None, None)), rows, taken,
+            columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
+            ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_INDEX=index is not None, HAS_P=wanted[0],
+            HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return packed
 
@@ -216,7 +223,7 @@ def pack_gated(
 def gate_and_pack(
     a: torch.Tensor,
     b: torch.Tensor,
-    seeds: torch.Tensor,
+    seeds: Seed,
     activation: str,
     bits: int,
     wanted: tuple[bool, bool] = (True, True),
@@ -242,15 +249,16 @@ def gate_and_pack(
     (rows, columns), stored = a.shape, a.shape[0] if index is None else index.shape[0]
     packed = _empty(stored, columns, bits, wanted, a) if saved is None else saved
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    known = given(seeds, out.numel() > 0, 2)
     if out.numel():
         size = rows_for(a, a.dtype, True)
         taken, grid = tiles(rows, cdiv(columns, GROUP), size)
         launch(
             _gate_kernel, grid,
-            a, b, places(index, rows), seeds, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
+            a, b, places(index, rows), *known, out, *(packed[0] or (None, None)), *(packed[1] or (None, None)),
             rows, taken, columns, a.stride(0), b.stride(0), code_bytes(columns, bits),
-            ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None, HAS_P=wanted[0],
-            HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+            ACTIVATION=_ACTIVATIONS.index(activation), BITS=bits, HAS_PLACE=index is not None,
+            HAS_P=wanted[0], HAS_S=wanted[1], HALF=_half(a.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return out, packed
 

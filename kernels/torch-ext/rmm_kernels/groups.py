@@ -61,10 +61,10 @@ def scale_of(b_byte):
 
 
 @triton.jit
-def rotation(p_seed, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
+def rotation(seed, DTYPE: tl.constexpr, BACK: tl.constexpr = False):
     """The signs of a group's columns, then the orthonormal Hadamard matrix, (64, 64); BACK undoes it."""
     o_j = tl.arange(0, 64)
-    _, _, b_word, _ = words(tl.load(p_seed), o_j.to(tl.int64) // 32, _STREAM)
+    _, _, b_word, _ = words(seed, o_j.to(tl.int64) // 32, _STREAM)
     b_sign = ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.int32)
     b_shared = o_j[:, None] & o_j[None, :]
     b_shared = b_shared ^ (b_shared >> 4)
@@ -95,22 +95,23 @@ def rotated(b_z, b_rotation, IEEE: tl.constexpr):
 
 
 @triton.jit
-def tile_words(p_seed, begin, i_g, B_K: tl.constexpr):
+def tile_words(seed, begin, i_g, B_K: tl.constexpr):
     """Words of the rows begin … begin + B_K − 1 and of the columns of group i_g, 23 bits, int32 (B_K,) and (64,).
 
-    One Philox call per lane makes them, and all lanes read those that they need. begin: int64 scalar.
+    One Philox call per lane makes them, and all lanes read those that they need. seed, begin: int64 scalars. Backward
+    passes load the seed for every tile: what follows from one that stays takes 12 to 57 registers of a thread.
     """
     o_w = tl.arange(0, 128)
     b_count = tl.where(o_w < 64, i_g * 64 + o_w, begin + (o_w - 64))
-    b_row, b_column, _, _ = words(tl.load(p_seed), b_count, _STREAM)
+    b_row, b_column, _, _ = words(seed, b_count, _STREAM)
     b_word = (tl.where(o_w < 64, b_column, b_row) >> 9).to(tl.int32)
     return tl.gather(b_word, 64 + tl.arange(0, B_K), 0), tl.gather(b_word, tl.arange(0, 64), 0)
 
 
 @triton.jit
-def row_words(p_seed, o_k):
+def row_words(seed, o_k):
     """Words of any rows, as of :func:`tile_words`. o_k: int64 (B_K,)."""
-    b_row, _, _, _ = words(tl.load(p_seed), o_k, _STREAM)
+    b_row, _, _, _ = words(seed, o_k, _STREAM)
     return (b_row >> 9).to(tl.int32)
 
 
@@ -353,7 +354,7 @@ def load_codes(o_k, m_k, i_g, n_columns, row_bytes, p_codes, WIDTH: tl.constexpr
 
 @triton.jit
 def store_tile(
-    b_z, p_seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales,
+    b_z, seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales,
     BITS: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr, B_D: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of a sketch, packed if BITS is not 0.
@@ -367,8 +368,8 @@ def store_tile(
         p_out = p_z + o_k[:, None] * n_columns + o_d[None, :]
         tl.store(p_out, b_z.to(p_z.dtype.element_ty), mask=m_k[:, None] & (o_d < n_columns)[None, :])
     else:
-        b_row, b_column = tile_words(p_seed, begin, i_d, B_K)
-        b_rotation = rotation(p_seed, tl.float32)
+        b_row, b_column = tile_words(seed, begin, i_d, B_K)
+        b_rotation = rotation(seed, tl.float32)
         store_packed(
             b_z, b_rotation, b_row, b_column, o_k, m_k, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL
         )

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+# A seed, int64 (1,), or the pair of such a place and of the numbers to be written there, see ``given``.
+Seed = torch.Tensor | tuple[torch.Tensor, tuple[int, ...]]
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -101,7 +103,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
         elif isinstance(value, float):
             key.append(float)
         else:
-            key.append(value > _LAST if is_free else value)
+            key.append(-_LAST <= value < _LAST if is_free else value)
     found = (*key, aligned)
     plan = None if _has_hooks() else plans.get(found)
     if plan is not None and torch._C._cuda_getDevice() == index:
@@ -117,7 +119,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
     plans[found] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
 
 
-_LAST = 2**31 - 1  # of a 32-bit number
+_LAST = 2**31  # beyond it, a number has more than 32 bits
 # By a kernel's id: the kernel, which arguments are not specialised, and what was compiled.
 _plans: dict[int, tuple[Any, list[bool], dict[tuple[Any, ...], tuple[Any, ...]]]] = {}
 
@@ -139,6 +141,25 @@ def _has_hooks() -> bool:
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make a device the current one: Triton launches there."""
     return contextlib.nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
+
+
+def given(seed: Any, is_launched: bool, count: int = 1) -> tuple[Any, ...]:
+    """The place of seeds, their numbers, and to how many places the last of these is written; 0 if they are there.
+
+    A launch that does nothing but write a seed takes as long as one that does more, so kernels write theirs.
+
+    Args:
+        seed: int64, shape (count,), or None; or a pair of that tensor, which may have places behind that the last
+            number fills up, and the numbers.
+        is_launched: Whether a kernel is launched, which writes them; if not, PyTorch does.
+        count: How many seeds there are.
+    """
+    if seed is None or isinstance(seed, torch.Tensor):
+        return seed, *[_LAST] * count, 0  # a number of 64 bits, as almost all seeds are: for one kernel
+    place, numbers = seed
+    for i, number in enumerate(() if is_launched else numbers):
+        place[i:].fill_(number)
+    return place, *numbers, len(place) - count + 1
 
 
 def places(index: torch.Tensor | None, rows: int) -> torch.Tensor | None:

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import words
+from .draws import known_seed, words
 from .groups import power_of, rotated, scale_line, scale_of, tile_words
-from .launch import cdiv, is_asynchronous, is_ieee, launch, product_type
+from .launch import Seed, cdiv, given, is_asynchronous, is_ieee, launch, product_type
 from .packing import tiles
 
 GROUP = 128
@@ -19,10 +19,10 @@ _STREAM = tl.constexpr(3)
 
 
 @triton.jit
-def _signed_hadamard(p_seed, FIRST: tl.constexpr, DTYPE: tl.constexpr):
+def _signed_hadamard(seed, FIRST: tl.constexpr, DTYPE: tl.constexpr):
     """±1: signs, the bits of four words from FIRST on, then 128 rows of the Hadamard matrix."""
     o_j = tl.arange(0, 128)
-    _, _, b_word, _ = words(tl.load(p_seed), (FIRST + o_j // 32).to(tl.int64), _STREAM)
+    _, _, b_word, _ = words(seed, (FIRST + o_j // 32).to(tl.int64), _STREAM)
     b_sign = ((b_word >> (o_j % 32).to(tl.uint32)) & 1).to(tl.int32)
     b_shared = o_j[:, None] & o_j[None, :]
     b_shared = b_shared ^ (b_shared >> 4)
@@ -31,9 +31,9 @@ def _signed_hadamard(p_seed, FIRST: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _rotations(p_seed, DTYPE: tl.constexpr, BACK: tl.constexpr):
+def _rotations(seed, DTYPE: tl.constexpr, BACK: tl.constexpr):
     """Both rotations of a group, (128, 128); BACK undoes them."""
-    b_both = tl.dot(_signed_hadamard(p_seed, 0, DTYPE), _signed_hadamard(p_seed, 4, DTYPE)) * 0.0078125
+    b_both = tl.dot(_signed_hadamard(seed, 0, DTYPE), _signed_hadamard(seed, 4, DTYPE)) * 0.0078125
     return (tl.trans(b_both) if BACK else b_both).to(DTYPE)
 
 
@@ -46,23 +46,24 @@ def _rounded_scale(b_scale, b_chance):
     return tl.where(b_scale <= power_of(tl.full((), 254, tl.int32)), b_byte, 255)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
 def _encode_normal_kernel(
-    p_z, p_seed, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
+    p_z, p_seed, seed: tl.int64, n_fresh, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
     LEVELS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, WHOLE: tl.constexpr,
     B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). p_codes: uint8 (K, row_bytes), SIZE for each group.
-    p_scales: uint8 (K, groups). HALF: the dtype of products. WHOLE: whether I is a multiple of 128.
+    p_z: (K, I), rows ``stride`` apart. p_seed, seed, n_fresh: see known_seed. p_codes: uint8 (K, row_bytes), SIZE for
+    each group. p_scales: uint8 (K, groups). HALF: the dtype of products. WHOLE: whether I is a multiple of 128.
     """
     n_groups = tl.cdiv(n_columns, 128)
     i_g = tl.program_id(0) % n_groups
     first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_e, o_b = tl.arange(0, 128), tl.arange(0, 32)
     o_j = i_g * 128 + o_e
-    b_rotations = _rotations(p_seed, HALF, False)
+    seed = known_seed(p_seed, seed, n_fresh)
+    b_rotations = _rotations(seed, HALF, False)
     # Byte i holds the elements i, i + SIZE, …, as digits of base LEVELS: a product with its powers, which is exact.
     LOG: tl.constexpr = 1.0 if LEVELS == 2 else (2.0 if LEVELS == 4 else 1.584962500721156)
     b_power = tl.exp2((o_e // SIZE).to(tl.float32) * LOG) + 0.5
@@ -86,7 +87,7 @@ def _encode_normal_kernel(
             b_level = b_size * (LOW + b_outer * (HIGH - LOW))
             b_digit = 1.0 - b_outer + b_above * (2.0 * b_outer + (LEVELS // 2 - 1))
         b_scale = b_squares / tl.maximum(tl.sum(b_level, axis=1), 1.1754943508222875e-38)
-        b_row, b_group = tile_words(p_seed, begin, i_g // 64, B_K)
+        b_row, b_group = tile_words(seed, begin, i_g // 64, B_K)
         b_group = tl.sum(tl.where(tl.arange(0, 64) == i_g % 64, b_group, 0), axis=0)
         b_chance = (b_row ^ b_group | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
         tl.store(p_scales + o_k * n_groups + i_g, _rounded_scale(b_scale, b_chance).to(tl.uint8), mask=m_k)
@@ -107,7 +108,7 @@ def _decode_normal_kernel(
     first = (tl.program_id(0) // n_groups).to(tl.int64) * (B_K * n_tiles)
     o_e = tl.arange(0, 128)
     o_j = i_g * 128 + o_e
-    b_rotations = _rotations(p_seed, HALF, True)
+    b_rotations = _rotations(tl.load(p_seed), HALF, True)
     LOG: tl.constexpr = 1.0 if LEVELS == 2 else (2.0 if LEVELS == 4 else 1.584962500721156)
     b_over = tl.exp2((o_e // SIZE).to(tl.float32) * -LOG)  # 1 / the power of an element's digit
     for i_t in range(n_tiles):
@@ -132,14 +133,14 @@ def _decode_normal_kernel(
 
 
 def encode_normal(
-    matrix: torch.Tensor, bits: float, seed: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    matrix: torch.Tensor, bits: float, seed: Seed, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store a matrix in 2, 1.6 or 1 bits per element, without bias up to what two rotations leave.
 
     Args:
         matrix: float16, bfloat16 or float32, shape (K, I), any row stride.
         bits: 2, 1.6 or 1.
-        seed: int64, shape (1,), on the device of ``matrix``.
+        seed: int64, shape (1,), on the device of ``matrix``; or to be written there, see ``given``.
         out: The result is written into them, contiguous; None makes them.
 
     Returns:
@@ -153,14 +154,15 @@ def encode_normal(
             torch.empty(rows, n, dtype=torch.uint8, device=matrix.device) for n in (groups * group_bytes, groups)
         )
     codes, scales = out
+    seeds = given(seed, matrix.numel() > 0)
     if matrix.numel():
         size, warps = _shape(matrix, matrix.dtype)
         taken, grid = tiles(rows, groups, size)
         launch(
             _encode_normal_kernel, grid,
-            matrix, seed, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], LEVELS=_levels(bits),
-            SIZE=group_bytes, HALF=_half(matrix.dtype), IEEE=is_ieee(), WHOLE=columns % GROUP == 0, B_K=size,
-            num_warps=warps,
+            matrix, *seeds, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1],
+            LEVELS=_levels(bits), SIZE=group_bytes, HALF=_half(matrix.dtype), IEEE=is_ieee(),
+            WHOLE=columns % GROUP == 0, B_K=size, num_warps=warps,
         )  # fmt: skip
     return codes, scales
 

@@ -4,32 +4,41 @@ import torch
 import triton
 import triton.language as tl
 
+from .draws import known_seed
 from .groups import GROUP, PLANES, ROWS, load_packed, program_place, rotation, store_packed, tile_words
-from .launch import cdiv, is_ieee, launch, product_type, rows_for, small_type
+from .launch import Seed, cdiv, given, is_ieee, launch, product_type, rows_for, small_type
 
 _PROGRAMS = 768  # the fewest that keep an H200 busy, as measured
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles", "n_tokens"])
 def _pack_kernel(
-    p_z, p_seed, p_codes, p_scales, n_rows, n_tiles, n_columns, stride, row_bytes,
-    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    p_z, p_seed, seed: tl.int64, n_fresh, p_index, p_mean, p_codes, p_scales,
+    n_rows, n_tiles, n_columns, n_tokens, stride, row_bytes,
+    HAS_INDEX: tl.constexpr, HAS_MEAN: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr,
+    TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
-    p_z: (K, I), rows ``stride`` apart. p_seed: int64 (1,). HALF: the dtype of a half type in which tiles are
-    multiplied, or float32. The others: see store_packed.
+    p_z: (K, I), rows ``stride`` apart. p_seed, seed, n_fresh: see known_seed. p_index: int64 (n,), the rows; all
+    without. p_mean: (K / n_tokens, I), what is taken off n_tokens rows each. HALF: the dtype of a half type in which
+    tiles are multiplied, or float32. The others: see store_packed.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    b_rotation = rotation(p_seed, HALF)
+    seed = known_seed(p_seed, seed, n_fresh)
+    b_rotation = rotation(seed, HALF)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
         m_k = o_k < n_rows
         m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
-        b_z = tl.load(p_z + o_k[:, None] * stride + o_j[None, :], mask=m_z, other=0.0)
-        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
+        b_z = tl.load(p_z + o_row[:, None] * stride + o_j[None, :], mask=m_z, other=0.0)
+        if HAS_MEAN:
+            o_mean = (o_row.to(tl.int32) // n_tokens).to(tl.int64)  # in 32 bits, a division takes few instructions
+            b_mean = tl.load(p_mean + o_mean[:, None] * n_columns + o_j[None, :], mask=m_z, other=0.0)
+            b_z = (b_z.to(tl.float32) - b_mean.to(tl.float32)).to(b_z.dtype)
+        b_row, b_column = tile_words(seed, begin, i_g, B_K)
         store_packed(
             b_z, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales, BITS, IEEE, TAIL
         )
@@ -38,21 +47,20 @@ def _pack_kernel(
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _unpack_kernel(
     p_codes, p_scales, p_seed, p_z, n_rows, n_tiles, n_columns, row_bytes,
-    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr,
-    B_K: tl.constexpr,
+    BITS: tl.constexpr, HALF: tl.constexpr, IEEE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and one group.
 
     p_codes, p_scales: see load_packed. p_seed: int64 (1,). p_z: (K, I), contiguous. HALF: see load_packed.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    b_rotation = rotation(p_seed, HALF, True)
+    b_rotation = rotation(tl.load(p_seed), HALF, True)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
         m_k = o_k < n_rows
         m_z = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
-        b_row, b_column = tile_words(p_seed, begin, i_g, B_K)
+        b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
         b_z, _ = load_packed(
             p_codes, p_scales, b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, BITS, IEEE, TAIL
         )
@@ -82,29 +90,40 @@ def tiles(rows: int, groups: int, size: int = ROWS) -> tuple[int, tuple[int]]:
 
 
 def pack(
-    matrix: torch.Tensor, bits: int, seed: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    matrix: torch.Tensor,
+    bits: int,
+    seed: Seed,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    index: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a matrix to ``bits`` per element, at random and without bias.
 
     Args:
         matrix: float16, bfloat16 or float32, shape (K, I), any row stride.
         bits: 8, 4, 3 or 2.
-        seed: int64, shape (1,), on the device of ``matrix``.
+        seed: int64, shape (1,), on the device of ``matrix``; or to be written there, see ``given``.
         out: The result is written into them, contiguous; None makes them.
+        index: Rows to pack, int64, shape (n,); None for all K.
+        mean: What is taken off rows before, dtype of ``matrix``, shape (m, I): off K/m rows each; None for nothing.
 
     Returns:
-        Codes, uint8, shape (K, ⌈I·bits/8⌉), and scales, uint8, shape (K, ⌈I/64⌉).
+        Codes, uint8, shape (n, ⌈I·bits/8⌉), and scales, uint8, shape (n, ⌈I/64⌉).
     """
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    rows, columns = matrix.shape
+    rows, columns = matrix.shape[0] if index is None else index.shape[0], matrix.shape[1]
     codes, scales = empty_sketch(rows, columns, bits, matrix) if out is None else out
-    if matrix.numel():
+    seeds = given(seed, rows > 0 and columns > 0)
+    if rows and columns:
         size = rows_for(matrix, matrix.dtype, columns % GROUP != 0)
         taken, grid = tiles(rows, scales.shape[1], size)
         launch(
             _pack_kernel, grid,
-            matrix, seed, codes, scales, rows, taken, columns, matrix.stride(0), codes.shape[1], BITS=bits,
-            HALF=product_type(matrix.dtype), IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
+            matrix, *seeds, index, None if mean is None else mean.contiguous(), codes, scales, rows, taken, columns,
+            1 if mean is None else matrix.shape[0] // mean.shape[0], matrix.stride(0), codes.shape[1],
+            HAS_INDEX=index is not None, HAS_MEAN=mean is not None, BITS=bits, HALF=product_type(matrix.dtype),
+            IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return codes, scales
 

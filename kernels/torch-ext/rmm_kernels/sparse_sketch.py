@@ -1,23 +1,26 @@
 """sparse_sketch: rows of SᵀM that sum few rows of M. CountSketch from the seed alone, or a gather with scales."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .draws import as_int64, words
+from .draws import as_int64, known_seed, words
 from .groups import GROUP, store_tile
-from .launch import cdiv, is_ieee, launch
+from .launch import Seed, cdiv, given, is_ieee, launch
 from .packing import empty_sketch
 
 
-@triton.jit(do_not_specialize=["n_words", "n_segments", "n_rows"])
-def _hash_kernel(p_seed, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl.constexpr):
+@triton.jit(do_not_specialize=["seed", "n_fresh", "n_words", "n_segments", "n_rows"])
+def _hash_kernel(p_seed, seed: tl.int64, n_fresh, p_words, p_shifts, n_words, n_segments, n_rows, B_N: tl.constexpr):
     """B_N words of 32 signs, and as many shifts: drawn once, where every tile would draw them again.
 
-    p_seed: int64 (1,). p_words: int32 (⌈N/32⌉,). p_shifts: int64 (⌈N/K⌉,), the first of which is 0.
+    p_seed, seed, n_fresh: see known_seed. p_words: int32 (⌈N/32⌉,). p_shifts: int64 (⌈N/K⌉,), the first of which is 0.
     """
     o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    first, second, _, _ = words(tl.load(p_seed), o_n, 0)
+    first, second, _, _ = words(known_seed(p_seed, seed, n_fresh), o_n, 0)
     b_shifts = ((second.to(tl.uint64) * as_int64(n_rows).to(tl.uint64)) >> 32).to(tl.int64)
     tl.store(p_words + o_n, first.to(tl.int32, bitcast=True), mask=o_n < n_words)
     tl.store(p_shifts + o_n, tl.where(o_n == 0, 0, b_shifts), mask=o_n < n_segments)
@@ -60,21 +63,22 @@ def _sparse_sketch_kernel(
         m_m = (m_k & (b_scale != 0))[:, None] & m_d[None, :]
         b_m = tl.load(p_m + o_row[:, None] * stride + o_d[None, :], mask=m_m, other=0.0)
         b_z = b_m.to(tl.float32) * b_scale[:, None]
-    store_tile(b_z, p_seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_K, B_D)
+    seed = 0 if BITS == 0 else tl.load(p_seed)
+    store_tile(b_z, seed, begin, m_k, i_d, n_columns, row_bytes, p_z, p_scales, BITS, IEEE, TAIL, B_K, B_D)
 
 
-def _hash(seed: torch.Tensor, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _hash(seeds: Sequence[Any], tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     n_words, n_segments = cdiv(tokens, 32), cdiv(tokens, rows)
-    words = torch.empty(n_words, dtype=torch.int32, device=seed.device)
-    shifts = torch.empty(n_segments, dtype=torch.int64, device=seed.device)
+    words = torch.empty(n_words, dtype=torch.int32, device=seeds[0].device)
+    shifts = torch.empty(n_segments, dtype=torch.int64, device=seeds[0].device)
     grid = (cdiv(max(n_words, n_segments), 256),)
-    launch(_hash_kernel, grid, seed, words, shifts, n_words, n_segments, rows, B_N=256)
+    launch(_hash_kernel, grid, *seeds, words, shifts, n_words, n_segments, rows, B_N=256)
     return words, shifts
 
 
 def sparse_sketch(
     matrix: torch.Tensor,
-    seed: torch.Tensor | None,
+    seed: Seed | None,
     rows: int,
     *,
     index: torch.Tensor | None = None,
@@ -88,7 +92,8 @@ def sparse_sketch(
 
     Args:
         matrix: M, float16, bfloat16 or float32, shape (N, D), any row stride.
-        seed: int64, shape (1,), on the device of ``matrix``. A gather that is not packed needs none.
+        seed: int64, shape (1,), on the device of ``matrix``; or to be written there, see ``given``. A gather that is
+            not packed needs none.
         rows: K.
         index: Rows to gather, int32 or int64, shape (K,).
         scale: Their scales, float32, shape (K,). Where it is 0, the row is not read and the result is 0.
@@ -104,12 +109,13 @@ def sparse_sketch(
     tokens, columns = matrix.shape
     z, scales = empty_sketch(rows, columns, bits, matrix, dtype)
     tile = (16, 128) if bits is None else (32, 64)
+    seeds = given(seed, z.numel() > 0 and index is None)  # by the first of two kernels
     if z.numel():
         grid = (cdiv(rows, tile[0]), cdiv(columns, tile[1]))
-        signs, shifts = (None, None) if index is not None else _hash(seed, tokens, rows)
+        signs, shifts = (None, None) if index is not None else _hash(seeds, tokens, rows)
         launch(
             _sparse_sketch_kernel, grid,
-            matrix, seed, signs, shifts, order, count, index, scale, z, scales,
+            matrix, seeds[0], signs, shifts, order, count, index, scale, z, scales,
             tokens, rows, columns, matrix.stride(0), z.shape[1],
             HASHED=index is None, MASKED=order is not None, BITS=bits or 0, IEEE=is_ieee(),
             TAIL=columns % GROUP != 0,

@@ -57,6 +57,7 @@ def stored_norm_backward(
     centered: bool,
     dtype: torch.dtype,
     sums: bool,
+    sum_dtype: torch.dtype | None = None,
 ) -> Any:
     """Compute what :func:`rmm_linear.ops.norms.norm_backward` does."""
     if dtype not in TYPES:
@@ -64,7 +65,7 @@ def stored_norm_backward(
     rows = y.shape[0] if index is None else index.shape[0]
     base, (_, *places) = stored.data_ptr(), _layout(rows, y.shape[1], bits)[0]
     at = [base + place for place in places]
-    return read_norm(y, gamma, index, rows, read_seed(stored), bits, centered, dtype, sums, *at)
+    return read_norm(y, gamma, index, rows, read_seed(stored), bits, centered, dtype, sums, sum_dtype, *at)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,11 +104,13 @@ def norm_gradients(
     index: Tensor | None = None,
     dtype: torch.dtype | None = None,
     sums: bool = True,
+    sum_dtype: torch.dtype | None = None,
 ) -> NormGradients:
     """Compute what :func:`rmm_linear.packing.norms.norm_gradients` does."""
     codes, scales, rstd = (tensor.contiguous() for tensor in saved)
     places = rstd.data_ptr(), codes.data_ptr(), scales.data_ptr()
-    return read_norm(y, gamma, index, len(rstd), int(seed), bits, centered, dtype or y.dtype, sums, *places)
+    how = bits, centered, dtype or y.dtype, sums, sum_dtype
+    return read_norm(y, gamma, index, len(rstd), int(seed), *how, *places)
 
 
 def read_norm(
@@ -120,6 +123,7 @@ def read_norm(
     centered: bool,
     dtype: torch.dtype,
     sums: bool,
+    sum_dtype: torch.dtype | None,
     rstd: int,
     codes: int,
     scales: int,
@@ -136,7 +140,7 @@ def read_norm(
         pointer(gamma), seed, codes, scales, rstd, x.data_ptr(), TYPES[dtype], pointer(weight) if sums else 0,
         pointer(bias) if sums else 0, threads(y),
     )  # fmt: skip
-    return NormGradients(x, weight, bias)
+    return NormGradients(x, *(one if sum_dtype is None else one.to(sum_dtype) for one in (weight, bias)))
 
 
 def _rows(matrix: Tensor) -> Tensor:
