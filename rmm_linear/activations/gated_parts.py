@@ -64,7 +64,9 @@ class GatedParts:
         if self.dropout is not None:
             product = module.get_submodule(self.dropout)(product)
         down = module.get_submodule(self.down)
-        dtype = getattr(getattr(down, "weight", None), "dtype", product.dtype)
+        # To read a parametrized weight would change the buffers of spectral_norm.
+        weight = None if "parametrizations" in down._modules else getattr(down, "weight", None)
+        dtype = getattr(weight, "dtype", product.dtype)
         # Some models keep this weight in float32 and cast its input, see T5. Autocast casts by itself.
         if dtype.is_floating_point and not torch.is_autocast_enabled(product.device.type):
             product = product.to(dtype)
