@@ -183,3 +183,21 @@ def test_a_hook_that_looks_on_leaves_the_module_packed():
         kept.append(bytes_kept(model, randn(2, 9, WIDTH).requires_grad_()))
     assert seen
     assert kept[0] < kept[1]
+
+
+@pytest.mark.parametrize(("change", "name"), [("tanh", "gelu_tanh"), (nn.SiLU(), "silu"), (nn.Tanh(), None)])
+def test_an_activation_that_changes_later_is_followed_or_refused(change, name):
+    mlp = made("llama").mlp.train()
+    mlp.act_fn = nn.GELU()
+    mlp = packed(mlp, PackedGatedMLP)
+    if isinstance(change, str):
+        mlp.act_fn.approximate = change
+    else:
+        mlp.act_fn = change
+    x = randn(2, 5, WIDTH).requires_grad_()
+    if name is None:
+        with pytest.raises(RuntimeError, match=r"must stay one of gelu, .*got Tanh\(\)\. Call rmm_linear.revert"):
+            mlp(x)
+    else:
+        mlp(x)
+        assert mlp.rmm_parts.activation == name
