@@ -70,7 +70,8 @@ class PackedActivation(PackedModule):
         """Follow a change of what the activation computes, such as another slope; ValueError where it is unknown."""
         if name == "training" or name.startswith(("_", "rmm_")):
             return super().__setattr__(name, value)
-        before, kind = getattr(self, name, None), _original(type(self))
+        before: Any = getattr(self, name, None)
+        kind = _original(type(self))
         super().__setattr__(name, value)
         found = _TORCH[kind](self) if kind in _TORCH else _try_on_grid(kind, self)
         if found is None:
