@@ -48,7 +48,7 @@ class PackedGatedMLP(PackedModule):
         found = parts or gated_parts(self)
         if found is None:
             raise ValueError(f"{type(self).__name__} is no gated MLP: gated_parts finds no parts in it.")
-        self._note_act(self.get_submodule(found.act), found)
+        self._note_act(found.act_of(self), found)
 
     def _note_act(self, act: nn.Module, parts: GatedParts) -> None:
         self.rmm_parts, self.rmm_is_composed = parts, is_composed(act)
@@ -82,7 +82,7 @@ class PackedGatedMLP(PackedModule):
         if call.is_exact or not torch.is_grad_enabled():
             return self.exact_forward(*args, **kwargs)
         a, b = self.rmm_parts.gate_and_up(self, x)
-        act = self.get_submodule(self.rmm_parts.act)
+        act = self.rmm_parts.act_of(self)
         is_saving = (a.requires_grad or b.requires_grad) and a.numel() > 0
         if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
             self._follow(act)

@@ -98,7 +98,7 @@ def followed(model: nn.Module) -> Iterator[Place]:
 
     # A gated MLP whose activation has hooks runs it once more, to see whether they change something.
     gated = [module for module in model.modules() if isinstance(module, PackedGatedMLP)]
-    skipped = {module.get_submodule(module.rmm_parts.act) for module in gated}
+    skipped = {module.rmm_parts.act_of(module) for module in gated}
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if module in skipped:
