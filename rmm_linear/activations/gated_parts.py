@@ -101,7 +101,9 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
 def lacks_weights(module: nn.Module) -> bool:
     """Say whether a module has the children of a gated MLP, and cannot be tried because they are on the meta device."""
     found = _children(module)
-    return bool(found and found[1]) and any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
+    if found is None or not found[1]:
+        return False
+    return any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
 
 
 def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
