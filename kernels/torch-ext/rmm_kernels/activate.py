@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .derivatives import code_of, normal_cdf, sigmoid
+from .derivatives import code_of, normal_cdf, note_nan, sigmoid
 from .groups import GROUP, ROWS, program_place, rotation, row_words, store_codes, store_packed, tile_words
 from .launch import cdiv, is_ieee, launch, places
 from .packing import empty_sketch, tiles
@@ -95,6 +95,7 @@ def _activate_kernel(
             if HAS_PLACE:
                 b_row = row_words(p_seed, o_k)
             b_code = code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION)
+            note_nan(b_x, m_k, p_seed)
         store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
@@ -145,7 +146,7 @@ def activate_and_pack(
         parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
         line: Low end of the derivative's range, and the step from one code to the next.
         bits: 8, 4, 2 or 1.
-        seed: int64, shape (1,); None where one bit is exact.
+        seed: int64, shape (1,), which becomes −2⁶³ if the stored rows have a NaN; None where one bit is exact.
         index: Rows whose codes are stored, int64, shape (n,); None for all.
 
     Returns:
