@@ -172,9 +172,8 @@ def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, 
 
 def _calls_function(module: nn.Module) -> bool:
     """Say whether a module's code, or one of its attributes, names a function that may be an activation."""
-    codes = [
-        getattr(inspect.unwrap(getattr(kind, "forward", None)), "__code__", None) for kind in type(module).__mro__[:-1]
-    ]
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    codes = [getattr(inspect.unwrap(kind.forward), "__code__", None) for kind in kinds]
     names = {name for code in codes if code is not None for name in code.co_names}
     names |= {getattr(value, "__name__", "") for value in vars(module).values()}
     return not names.isdisjoint(_FUNCTIONS)

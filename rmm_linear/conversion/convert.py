@@ -27,6 +27,7 @@ from rmm_linear.conversion.linears import (
 )
 from rmm_linear.conversion.names import check_overrides, first_names, restricted
 from rmm_linear.conversion.packed import PackedChoice, choose_heads, choose_packed, chunked_head, why_unfused
+from rmm_linear.conversion.remaining import uncompressed
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
 
@@ -172,7 +173,7 @@ def _choose(
         checkpointed=inside(blocks, [*linears, *packed]),
         unfused=why_unfused(model, packed, config),
     )
-    return report, linears, packed
+    return dataclasses.replace(report, uncompressed=uncompressed(names, report)), linears, packed
 
 
 @contextmanager
