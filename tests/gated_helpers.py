@@ -3,7 +3,9 @@
 import torch
 import transformers as hf
 from torch import nn
+from torch.nn import functional as F
 from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
@@ -29,6 +31,18 @@ class Experts(nn.Module):
         return self.w2(self.w3(x) * self.act(self.w1(x)))
 
 
+class Functional(nn.Module):
+    """An MLP that calls a function as its activation, and reads both factors from one layer."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(width, 2 * HIDDEN), nn.Linear(HIDDEN, width, bias=False)
+
+    def forward(self, x):
+        up, gate = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(up * F.gelu(gate))
+
+
 MAKERS = {
     "llama": lambda width=WIDTH: LlamaMLP(hf.LlamaConfig(**_sizes(width))),
     "qwen2": lambda width=WIDTH: Qwen2MLP(hf.Qwen2Config(**_sizes(width))),
@@ -39,6 +53,10 @@ MAKERS = {
         hf.T5Config(d_model=width, d_ff=HIDDEN, feed_forward_proj="gated-gelu", dropout_rate=0.3)
     ),
     "experts": Experts,
+    "lfm2": lambda width=WIDTH: Lfm2MLP(
+        hf.Lfm2Config(hidden_size=width, intermediate_size=HIDDEN, block_auto_adjust_ff_dim=False)
+    ),
+    "functional": Functional,
 }
 
 

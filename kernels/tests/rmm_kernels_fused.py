@@ -74,8 +74,10 @@ def _activated(
         how = (function.name, function.parameters, (function.range[0], function.step(bits)), bits, seed, index)
         shape = rows if index is None else len(index), -(-x.shape[1] * bits // 8)
         codes, found = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(2))
-        kernels().pack_derivative(x, codes, *how)
-        output = kernels().activate_and_pack(x, found, *how)
+        known = x.masked_fill(x.isnan(), 0)  # a NaN replaces the seed
+        kernels().pack_derivative(known, codes, *how)
+        kernels().activate_and_pack(known, found, *how)
+        output = kernels().activate_and_pack(x, torch.empty_like(found), *how)
         checks = [same("codes", found, codes)]
     else:
         x = x.nan_to_num(0, 100, -100)  # a range that is NaN would differ from itself

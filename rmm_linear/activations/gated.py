@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear.activations.base import PackedModule, SavingCall
-from rmm_linear.activations.gated_parts import GatedParts, gated_parts
+from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 from rmm_linear.activations.pointwise import is_composed
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
+from rmm_linear.packing.gated import ACTIVATIONS
 
 
 class PackedGatedMLP(PackedModule):
@@ -24,8 +26,8 @@ class PackedGatedMLP(PackedModule):
     The output is exact, but for its last bits where ``RMMConfig.fused`` lets a kernel make it. The gradients with
     respect to a and b are random and unbiased, since each is linear in one of the two products: see
     :mod:`rmm_linear.packing.gated`. The linear layers are called as they are, so they may be sketched or wrapped; the
-    layer after the product reads the exact one. What the activation computes is found when the module is set up:
-    another one put in its place later has no effect on the gradients, nor on the output of a kernel.
+    layer after the product reads the exact one. What the activation computes is found when the module is set up, and
+    when the activation or one of its attributes is another.
 
     Memory: 2 · (⌈C · bits / 8⌉ + ⌈C / 64⌉) bytes for a row of C elements, where the module saves 3 C elements.
     """
@@ -33,6 +35,7 @@ class PackedGatedMLP(PackedModule):
     rmm_operation = "activation"
     rmm_parts: GatedParts
     rmm_is_composed: bool
+    rmm_act: tuple[type[nn.Module], tuple[tuple[str, object], ...]]
 
     def _set_up(
         self,
@@ -45,7 +48,25 @@ class PackedGatedMLP(PackedModule):
         found = parts or gated_parts(self)
         if found is None:
             raise ValueError(f"{type(self).__name__} is no gated MLP: gated_parts finds no parts in it.")
-        self.rmm_parts, self.rmm_is_composed = found, is_composed(self.get_submodule(found.act))
+        self._note_act(found.act_of(self), found)
+
+    def _note_act(self, act: nn.Module, parts: GatedParts) -> None:
+        self.rmm_parts, self.rmm_is_composed = parts, is_composed(act)
+        seen = ((name, value) for name, value in vars(act).items() if isinstance(value, int | float | str))
+        self.rmm_act = type(act), tuple(one for one in seen if one[0] != "training")
+
+    def _follow(self, act: nn.Module) -> None:
+        """Find what the activation computes, if it or one of its attributes is another."""
+        kind, seen = vars(self).get("rmm_act", (None, ()))  # which older versions have not pickled
+        if type(act) is kind and all(getattr(act, name, None) == value for name, value in seen):
+            return
+        activation = None if torch.compiler.is_compiling() else activation_kind(act)
+        if activation is None:
+            raise RuntimeError(
+                f"The activation of a converted gated MLP must stay one of {', '.join(ACTIVATIONS)}, got {act!r}. "
+                "Call rmm_linear.revert(model), change it and convert the model again."
+            )
+        self._note_act(act, dataclasses.replace(self.rmm_parts, activation=activation))
 
     def exact_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the original module."""
@@ -61,9 +82,10 @@ class PackedGatedMLP(PackedModule):
         if call.is_exact or not torch.is_grad_enabled():
             return self.exact_forward(*args, **kwargs)
         a, b = self.rmm_parts.gate_and_up(self, x)
-        act = self.get_submodule(self.rmm_parts.act)
+        act = self.rmm_parts.act_of(self)
         is_saving = (a.requires_grad or b.requires_grad) and a.numel() > 0
         if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
+            self._follow(act)
             bits = gated_bits(self.rmm_config)
             run = None if self._is_fused(act, a) else act
             product = GatedFunction.run(a, b, run, self.rmm_parts.activation, bits, call)

@@ -1,15 +1,19 @@
 """Find out whether a module is a gated MLP, by its structure and by what it computes, not by its name.
 
-A gated MLP computes down(dropout(act(gate(x)) · up(x))) with children gate, up, down, act and, perhaps, dropout; gate
-and up may be the two halves of one child's output. Which child is which follows from one forward pass of the module
-itself: two linear children read its input, one writes its output, and the activation reads what the gate wrote. The
-answer is confirmed by computing the formula with these children: it must give the module's output to the bit.
+A gated MLP computes down(dropout(act(gate(x)) · up(x))) with children gate, up, down and, perhaps, act and dropout;
+gate and up may be the two halves of one child's output. Which child is which follows from one forward pass of the
+module itself: two linear children read its input, one writes its output, and the activation reads what the gate wrote.
+Without an activation child, a module whose code calls a function that may be one is tried: the child after the product
+must have read that of one of the functions and one of the two factors, to the bit. The answer is confirmed by computing
+the formula with these children: it must give the module's output to the bit.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +26,9 @@ from rmm_linear.packing.pointwise import FUNCTIONS
 
 _TOKENS = 3  # of the probe's input
 _LARGE = 1e4  # in float16 too
+_APART = 6.0  # largest factor where functions are told apart: small ones are all linear, large ones 0 or themselves
+# As modules, which call the functions of PyTorch.
+_FUNCTIONS = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"), "relu": nn.ReLU()}
 _NARROW, _WIDE = 8, 1024  # the least width of a narrow copy, and the largest by their greatest common divisor
 
 
@@ -32,7 +39,8 @@ class GatedParts:
     Attributes:
         gate: The linear child whose output goes into the activation.
         up: The linear child whose output the activation's is multiplied by; ``gate`` itself if both are halves of one.
-        act: The activation child. Whoever packs the MLP replaces it, so it must not be packed by itself.
+        act: The activation child, or None if the module calls a function. Whoever packs the MLP replaces it, so it must
+            not be packed by itself.
         down: The linear child that reads the product.
         dropout: The child between the product and ``down``, or None.
         activation: The function of ``act``, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
@@ -41,11 +49,15 @@ class GatedParts:
 
     gate: str
     up: str
-    act: str
+    act: str | None
     down: str
     dropout: str | None
     activation: str
     gate_first: bool
+
+    def act_of(self, module: nn.Module) -> nn.Module:
+        """Return the activation of a module with these parts."""
+        return _FUNCTIONS[self.activation] if self.act is None else module.get_submodule(self.act)
 
     def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs of gate and up, called in the module's own order.
@@ -64,7 +76,9 @@ class GatedParts:
         if self.dropout is not None:
             product = module.get_submodule(self.dropout)(product)
         down = module.get_submodule(self.down)
-        dtype = getattr(getattr(down, "weight", None), "dtype", product.dtype)
+        # To read a parametrized weight would change the buffers of spectral_norm.
+        weight = None if "parametrizations" in down._modules else getattr(down, "weight", None)
+        dtype = getattr(weight, "dtype", product.dtype)
         # Some models keep this weight in float32 and cast its input, see T5. Autocast casts by itself.
         if dtype.is_floating_point and not torch.is_autocast_enabled(product.device.type):
             product = product.to(dtype)
@@ -87,7 +101,9 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
 def lacks_weights(module: nn.Module) -> bool:
     """Say whether a module has the children of a gated MLP, and cannot be tried because they are on the meta device."""
     found = _children(module)
-    return found is not None and any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
+    if found is None or not found[1]:
+        return False
+    return any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
 
 
 def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
@@ -109,7 +125,7 @@ def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
         x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
         with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             try:
-                parts, has_run = _probe(module, forward, x, *kinds.items()), True
+                parts, has_run = _probe(module, forward, x, *(kinds.items() or [(None, "")])), True
             except Exception:  # a forward that takes other arguments, or an input of another width
                 parts = None
         if parts is not None:
@@ -143,14 +159,24 @@ def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Mo
 
 
 def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[Tensor]] | None:
-    """Return the widths of the linear children, the child that is an activation, and the weights; or None."""
+    """Return the widths of the linear children, the child that is an activation if there is one, and the weights."""
     widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
     if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
         return None
     with torch.random.fork_rng([]):
         kinds = {name: kind for name, child in module.named_children() if (kind := activation_kind(child)) is not None}
     tensors: list[Tensor] = [tensor for name in widths for tensor in module.get_submodule(name).parameters()]
-    return (widths, kinds, tensors) if len(kinds) == 1 and tensors else None
+    has_activation = len(kinds) == 1 or (not kinds and _calls_function(module))
+    return (widths, kinds, tensors) if has_activation and tensors else None
+
+
+def _calls_function(module: nn.Module) -> bool:
+    """Say whether a module's code, or one of its attributes, names a function that may be an activation."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    codes = [getattr(inspect.unwrap(kind.forward), "__code__", None) for kind in kinds]
+    names = {name for code in codes if code is not None for name in code.co_names}
+    names |= {getattr(value, "__name__", "") for value in vars(module).values()}
+    return not names.isdisjoint(_FUNCTIONS)
 
 
 def activation_kind(module: nn.Module) -> str | None:
@@ -187,18 +213,16 @@ def _width(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def _probe(module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tuple[str, str]) -> GatedParts | None:
-    calls: list[tuple[str, Tensor, Tensor]] = []
+Calls = list[tuple[str, Tensor, Tensor]]  # name of a child, what it read, what it wrote
 
-    def note(name: str) -> Callable[..., None]:
-        return lambda _module, args, output: calls.append((name, args[0], output))
 
-    handles = [child.register_forward_hook(note(name)) for name, child in module.named_children()]
-    try:
-        output = forward(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+def _probe(
+    module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tuple[str | None, str]
+) -> GatedParts | None:
+    output, calls = _noted(module, forward, x)
+    if kind[0] is None:
+        x = x * (_APART / max(float(written.abs().max()) for _, read, written in calls if read is x))
+        output, calls = _noted(module, forward, x)
     parts = _parts_of(x, output, calls, *kind)
     if parts is None:
         return None
@@ -208,34 +232,59 @@ def _probe(module: nn.Module, forward: Callable[..., Any], x: Tensor, kind: tupl
         for training in (False, True):
             module.training = training
             a, b = parts.gate_and_up(module, rows)
-            expected = parts.output(module, module.get_submodule(parts.act)(a) * b)
+            expected = parts.output(module, parts.act_of(module)(a) * b)
             if not torch.allclose(forward(rows), expected, rtol=0, atol=0, equal_nan=True):
                 return None
     return parts
 
 
-def _parts_of(
-    x: Tensor, output: Any, calls: list[tuple[str, Tensor, Tensor]], act: str, activation: str
-) -> GatedParts | None:
+def _noted(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> tuple[Any, Calls]:
+    """Return the output, and the calls of the children."""
+    calls: Calls = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, args, output: calls.append((name, args[0], output))
+
+    handles = [child.register_forward_hook(note(name)) for name, child in module.named_children()]
+    try:
+        return forward(x), calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _parts_of(x: Tensor, output: Any, calls: Calls, act: str | None, activation: str) -> GatedParts | None:
     """Return the parts, as far as what the children read and wrote tells; each is called once."""
     by_name = {name: (read, written) for name, read, written in calls}
     readers = [name for name, read, _ in calls if read is x and name != act]
-    if len(by_name) != len(calls) or act not in by_name or len(readers) not in (1, 2):
+    if len(by_name) != len(calls) or (act is not None and act not in by_name) or len(readers) not in (1, 2):
         return None
     writers = [name for name, _, written in calls if written is output and name not in readers]
     others = [name for name in by_name if name not in (*readers, *writers, act)]
     if len(writers) != 1 or len(others) > 1:
         return None
-    gated, written = by_name[act][0], [by_name[name][1] for name in readers]
+    written = [by_name[name][1] for name in readers]
     if len(written) == 1 and written[0].shape[-1] % 2:
         return None
     halves = written if len(written) == 2 else written[0].chunk(2, dim=-1)
-    gates = [place for place, half in enumerate(halves) if half.shape == gated.shape and torch.equal(half, gated)]
-    if len(gates) != 1:
+    if act is None:
+        found = list(_factors(halves, by_name[(others or writers)[0]][0]))
+    else:
+        gated = by_name[act][0]
+        found = [(i, activation) for i, half in enumerate(halves) if half.shape == gated.shape and half.equal(gated)]
+    if len(found) != 1:
         return None
-    names = readers if len(readers) == 2 else readers * 2
-    gate, up = names[gates[0]], names[1 - gates[0]]
-    return GatedParts(gate, up, act, writers[0], others[0] if others else None, activation, gates[0] == 0)
+    (gate, activation), names = found[0], readers if len(readers) == 2 else readers * 2
+    dropout = others[0] if others else None
+    return GatedParts(names[gate], names[1 - gate], act, writers[0], dropout, activation, gate == 0)
+
+
+def _factors(halves: Sequence[Tensor], product: Tensor) -> Iterator[tuple[int, str]]:
+    """Find which half goes into which function, if a product is that of the result and the other half."""
+    for gate, name in itertools.product((0, 1), _FUNCTIONS):
+        made = _FUNCTIONS[name](halves[gate]) * halves[1 - gate]
+        if made.shape == product.shape and made.to(product.dtype).equal(product):
+            yield gate, name
 
 
 @contextmanager

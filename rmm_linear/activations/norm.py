@@ -12,7 +12,7 @@ from torch import Tensor
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedModule, SavingCall
-from rmm_linear.activations.norm_form import Casts, Dtypes, NormForm, casts_of, norm_of
+from rmm_linear.activations.norm_form import EPS, Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import CacheEntry, ModelContext
 from rmm_linear.layers.function import SavingFunction
@@ -38,9 +38,9 @@ class PackedNorm(PackedModule):
     its input, and RMSNorm classes in half types several float32 copies of it.
 
     Attributes:
-        rmm_norm: What the module computes, found when it is set up: an ``eps`` that is changed later has no effect on
-            the gradients. None where it stays exact.
-        rmm_casts: How it rounds, found when it is set up; empty if its output is its own.
+        rmm_norm: What the module computes, found when it is set up and when its ``eps`` changes; None where it stays
+            exact.
+        rmm_casts: How it rounds, found when that is; empty if its output is its own.
     """
 
     rmm_operation = "norm"
@@ -57,8 +57,17 @@ class PackedNorm(PackedModule):
         form: NormForm | None = None,
     ) -> None:
         super()._set_up(config, context, index)
-        self.rmm_norm = found = form or norm_of(self)
-        self.rmm_casts = casts_of(self, found) if found is not None and self.rmm_config.fused else {}
+        self._compute(form or norm_of(self))
+
+    def _compute(self, form: NormForm | None) -> None:
+        self.rmm_norm = form
+        self.rmm_casts = casts_of(self, form) if form is not None and self.rmm_config.fused else {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Follow a change of eps."""
+        super().__setattr__(name, value)
+        if name in EPS:
+            self._compute(norm_of(self))
 
     def forward(self, *args: Any, **named: Any) -> Tensor:
         """Normalize an input of shape (*, H)."""

@@ -20,7 +20,7 @@ from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.packing.norms import normalize
 
-_EPS = ("eps", "variance_epsilon", "epsilon")
+EPS = ("eps", "variance_epsilon", "epsilon")
 _ELEMENTS, _WIDTH = 4096, 64  # of a probe, at least; columns where the module has no weight
 _TOLERANCE = 1e-5  # of float32 sums of few thousand elements, made in another order
 
@@ -83,7 +83,7 @@ def norm_of(module: nn.Module) -> NormForm | None:
     forward = forward_of(module)
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and forward in (nn.LayerNorm.forward, nn.RMSNorm.forward):
         return NormForm(isinstance(module, nn.LayerNorm), module.eps, 0.0, len(module.normalized_shape))
-    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), 0.0)
+    eps = next((getattr(module, name) for name in EPS if isinstance(getattr(module, name, None), float)), 0.0)
     if not 0 < eps < 1 or forward is None or not _can_run(parameters):
         return None
     shifts = (0.0, 1.0) if "weight" in parameters else (0.0,)

@@ -48,7 +48,7 @@ class PackedActivation(PackedModule):
 
     Attributes:
         rmm_bits: Bits per element, 8, 4, 2 or 1; ReLU and LeakyReLU always take 1, ReLU² at least 2.
-        rmm_function: What the module computes, found when it is set up.
+        rmm_function: What the module computes, found when it is set up and when one of its attributes changes.
         rmm_is_composed: Whether it computes that by several functions.
     """
 
@@ -66,6 +66,24 @@ class PackedActivation(PackedModule):
         if function is None:
             raise TypeError(f"{type(self).__name__} is no pointwise function that is known. Leave it as it is.")
         self.rmm_function, self.rmm_is_composed = function, is_composed(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Follow a change of what the activation computes, such as another slope; ValueError where it is unknown."""
+        if name == "training" or name.startswith(("_", "rmm_")):
+            return super().__setattr__(name, value)
+        before: Any = getattr(self, name, None)
+        kind = _original(type(self))
+        super().__setattr__(name, value)
+        found = _TORCH[kind](self) if kind in _TORCH else _try_on_grid(kind, self)
+        if found is None:
+            delattr(self, name)
+            super().__setattr__(name, before)
+            raise ValueError(
+                f"A converted activation must stay one whose derivative is known, got {name}={value!r} of a "
+                f"{kind.__name__}. Call rmm_linear.revert(model), change it and convert the model again."
+            )
+        self.rmm_function, self.rmm_is_composed = found, is_composed(self)
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation to an input of any shape."""

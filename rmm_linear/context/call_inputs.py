@@ -4,9 +4,10 @@ They are read from the calls of the model and of every submodule whose forward t
 module's mask or ids replace an outer one's for the layers inside.
 
 Masks: a 2-D ``attention_mask`` in the call of a module holds for the layers inside, None means that the layers inside
-have no mask, and any other mask changes nothing. Modules that process rows of two sequences have no mask either: the
-whole of an encoder-decoder model (the call of its encoder has the mask again) and a decoder with cross-attention. The
-same holds for ``input_ids``, except that a call without ids leaves the outer ones in place.
+have no mask, and any other mask changes nothing. A floating one may be additive (:func:`valid_tokens`). Modules that
+process rows of two sequences have no mask either: the whole of an encoder-decoder model (the call of its encoder has
+the mask again) and a decoder with cross-attention. The same holds for ``input_ids``, except that a call without ids
+leaves the outer ones in place.
 
 The sample indices, the examples' positions in the data set, come as ``sample_index`` with the outermost call and are
 removed from it: the model's forward does not get them, unless it has a parameter of that name.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,13 +62,17 @@ class AttentionMask:
         """Count the tokens once, which every layer asks for."""
         self.tokens = len(self.flat)
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Say whether rows of a shape are the mask's tokens, as :func:`_fits` does."""
+        return _fits((self.sequences, self.tokens), shape)
+
     @classmethod
     def of(cls, mask: Tensor) -> AttentionMask:
         """Flatten a mask and rank its tokens."""
         flat = mask.detach().reshape(-1)
         if isinstance(mask, FakeTensor):
             return cls(flat, mask.shape[0], None)
-        ranks = TokenMask.of(flat)
+        ranks = TokenMask.of(valid_tokens(flat))
         return cls(flat, mask.shape[0], ranks, None if is_capturing(flat.device) else HostRead(ranks.count))
 
     @functools.cached_property
@@ -117,10 +123,11 @@ class CallInputs:
             return outer
         return AttentionMask.of(argument)
 
-    def fitting(self, tokens: int) -> CallInputs:
-        """Keep the mask and the ids only if their size is that of a layer's input."""
-        mask = self.mask if self.mask is not None and self.mask.tokens == tokens else None
-        ids = self.input_ids if self.input_ids is not None and self.input_ids.numel() == tokens else None
+    def fitting(self, shape: tuple[int, ...]) -> CallInputs:
+        """Keep the mask and the ids only if they are of the rows of a layer's input, whose leading shape this is."""
+        mask, ids = self.mask, self.input_ids
+        mask = mask if mask is not None and mask.fits(shape) else None
+        ids = ids if ids is not None and _fits((len(ids), ids.numel()), shape) else None
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
     def layer_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
@@ -141,6 +148,18 @@ class CallInputs:
             index if index is not None and len(shape) > 1 and len(index) == shape[0] else None,
             mask.ranks if masked and mask is not None else None,
         )
+
+
+def valid_tokens(mask: Tensor) -> Tensor:
+    """Return which tokens a mask keeps, bool.
+
+    A floating mask of other values than 0 and 1, or of zeros alone, is added to scores: it hides where it is negative.
+    The host reads nothing.
+    """
+    if not mask.is_floating_point():
+        return mask.bool()
+    ones = mask == 1
+    return torch.where(ones.any() & (ones | (mask == 0)).all(), ones, mask >= 0)
 
 
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
@@ -164,6 +183,16 @@ def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor
 
 def _are_ids(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def _fits(of: tuple[int, int], shape: tuple[int, ...]) -> bool:
+    """Say whether rows of a shape are those of a number of sequences and tokens, in this order.
+
+    Not so where a module has transposed them to (sequence length, batch), as Longformer's attention does.
+    """
+    sequences, tokens = of
+    is_transposed = len(shape) == 2 and shape[1] == sequences != shape[0]
+    return math.prod(shape) == tokens and not is_transposed
 
 
 def _place(tensor: Tensor) -> int:
@@ -236,10 +265,12 @@ class TracedMasks:
         if self.masks and self.masks[-1][1] is module:
             self.masks.pop()
 
-    def token_mask(self, tokens: int) -> TokenMask | None:
-        """Return the mask for a layer whose input has ``tokens`` rows, even if nothing is padded; or None."""
+    def token_mask(self, shape: tuple[int, ...]) -> TokenMask | None:
+        """Return the mask for a layer whose input has rows of a shape, even if nothing is padded; or None."""
         mask = self.masks[-1][0] if self.masks else None
-        return None if mask is None or mask.numel() != tokens else TokenMask.of(mask.detach().reshape(-1))
+        if mask is None or not _fits((len(mask), mask.numel()), shape):
+            return None
+        return TokenMask.of(valid_tokens(mask.detach().reshape(-1)))
 
 
 def waits(device: torch.device) -> bool:

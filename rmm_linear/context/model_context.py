@@ -42,6 +42,7 @@ from rmm_linear.context.call_inputs import (
     parameters,
     take_sample_index,
     takes_mask,
+    valid_tokens,
     waits,
 )
 from rmm_linear.context.directions import Directions
@@ -165,7 +166,7 @@ class ModelContext:
         if held is None or not inputs or not self.checks.is_done:
             return None
         mask = inputs[-1].mask if masked else None
-        ranks = None if mask is None or mask.tokens != math.prod(shape) else mask.ranks
+        ranks = None if mask is None or not mask.fits(shape) else mask.ranks
         if (learned := self.learned.get(index)) is not None:
             if learned.steps < STEPS:
                 return None
@@ -181,13 +182,13 @@ class ModelContext:
 
         The mask is None if there is none, it has another number of tokens, or nothing is padded.
         """
-        return self._inputs_of(index, math.prod(shape), masked).layer_call(shape, device, masked)
+        return self._inputs_of(index, shape, masked).layer_call(shape, device, masked)
 
     def mask_of(
         self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool
     ) -> tuple[TokenMask | None, bool]:
         """Return the rows to save, all for None, and whether :meth:`saved_rows` has left out more than padding."""
-        mask = self._inputs_of(index, math.prod(shape), masked).mask
+        mask = self._inputs_of(index, shape, masked).mask
         if not masked:
             return None, False
         valid = mask.ranks if mask is not None else None
@@ -257,8 +258,8 @@ class ModelContext:
             "checkpoint if the optimizer has used them.) Or convert with mask_padding=False."
         )
 
-    def _inputs_of(self, index: int, tokens: int, masked: bool) -> CallInputs:
-        inputs = (self._inputs[-1] if self._inputs else CallInputs()).fitting(tokens)
+    def _inputs_of(self, index: int, shape: tuple[int, ...], masked: bool) -> CallInputs:
+        inputs, tokens = (self._inputs[-1] if self._inputs else CallInputs()).fitting(shape), math.prod(shape)
         if not in_backward():
             self._pending.add(index, tokens, inputs)
         elif (first := self._pending.find()) is not None and first.module is not self._outermost:
@@ -268,7 +269,7 @@ class ModelContext:
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids that a call would have now, outside of a recomputation, without remembering them."""
         inputs = self._inputs[-1] if self._inputs else CallInputs()
-        return inputs.fitting(torch.Size(shape).numel()).layer_call(shape, device, masked)
+        return inputs.fitting(shape).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
         """Return ŷ for a sketch that a layer makes for itself and for the layers that share it, float32, shape (N,).
@@ -281,10 +282,10 @@ class ModelContext:
         squares = [norms.double().square() for norms in known if norms is not None]
         return torch.stack(squares).sum(0).sqrt().float() if squares else None
 
-    def known_mask(self, tokens: int) -> Tensor | None:
-        """Return the mask, (batch, sequence), of a call with so many rows now, without remembering it; or None."""
-        mask = self._inputs[-1].fitting(tokens).mask if self._inputs else None
-        return None if mask is None else mask.flat.view(mask.sequences, -1)
+    def known_mask(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the valid tokens, (batch, sequence), of a call with such rows now, without remembering it; or None."""
+        mask = self._inputs[-1].fitting(shape).mask if self._inputs else None
+        return None if mask is None else valid_tokens(mask.flat).view(mask.sequences, -1)
 
     @property
     def current_pass(self) -> Any:

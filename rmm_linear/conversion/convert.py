@@ -34,6 +34,7 @@ from rmm_linear.conversion.packed import (
     outside_experts,
     why_unfused,
 )
+from rmm_linear.conversion.remaining import uncompressed
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
 
@@ -179,7 +180,7 @@ def _choose(
         checkpointed=inside(blocks, [*linears, *packed]),
         unfused=why_unfused(model, packed, config),
     )
-    return report, linears, packed
+    return dataclasses.replace(report, uncompressed=uncompressed(names, report)), linears, packed
 
 
 @contextmanager

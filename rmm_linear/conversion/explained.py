@@ -54,9 +54,9 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
         own = seen.bytes if seen.storage is not None and not seen.others and owner == name else 0
         shared = None if owner == name else f"the same tensor as the input of {owner}"
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
-    compressed, remaining = still_saved(after.storages, savers, why, before.total)
+    compressed, remaining, kinds = still_saved(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
-    return Explanation(layers, before.total, after.total, sums, remaining, compressed, block, report.unfused)
+    return Explanation(layers, before.total, after.total, sums, remaining, compressed, block, report.unfused, kinds)
 
 
 def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rmm_linear._support.tables import table
@@ -70,6 +70,7 @@ class Explanation:
         stand_ins: Bytes of compressed activations; ``after`` is the sum of these and of ``remaining``.
         recomputed: Bytes of the first block that activation checkpointing recomputes, while it does; or None.
         unfused: See :class:`~rmm_linear.ConversionReport`.
+        kinds: What ``remaining`` is of, such as "experts", to its bytes, the most bytes first.
     """
 
     layers: dict[str, LayerMemory]
@@ -80,18 +81,19 @@ class Explanation:
     stand_ins: int
     recomputed: BlockMemory | None = None
     unfused: str | None = None
+    kinds: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain JSON types.
 
         Returns:
-            A dictionary with the keys layers, before, after, operations, remaining, stand_ins, recomputed and
-            unfused.
+            A dictionary with the keys layers, before, after, operations, remaining, stand_ins, recomputed, unfused and
+            kinds.
         """
         return asdict(self)
 
     def line(self) -> str:
-        """Return the totals, and the share of each operation's bytes that remains.
+        """Return the totals, the share of each operation's bytes that remains, and what stays uncompressed.
 
         Returns:
             One line.
@@ -101,6 +103,9 @@ class Explanation:
         ]
         share = self.after / max(self.before, 1)
         text = f"saved for backward: {_change(self.before, self.after)} MiB ({share:.0%}): {', '.join(parts)}"
+        shares = {kind: count / max(self.before, 1) for kind, count in self.kinds.items()}
+        if large := [f"{share:.0%} stays: {kind}" for kind, share in shares.items() if share >= SHOWN]:
+            text += f"; {', '.join(large)}"
         if self.recomputed is not None:
             text += f"; {self._recomputed_line(self.recomputed)}"
         return text

@@ -115,9 +115,10 @@ def _is_tensor_parallel(module: nn.Module) -> bool:
 def is_quantized(module: nn.Module) -> bool:
     """Say whether a module is a quantized layer (torch.ao, bitsandbytes, GPTQ, AWQ, …), or has a torchao weight.
 
-    The packages of its class and weight say so; they are not imported.
+    The packages of its class and weight say so; they are not imported. A parametrized weight is not read: spectral_norm
+    would change its buffers.
     """
-    weight = getattr(module, "weight", None)
+    weight = None if "parametrizations" in module._modules else getattr(module, "weight", None)
     has_codes = isinstance(weight, torch.Tensor) and not (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
     return (
         "quantized" in type(module).__module__

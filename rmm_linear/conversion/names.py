@@ -55,7 +55,10 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
 
 
 def output_heads(model: nn.Module) -> list[nn.Module]:
-    """Find the layers that compute logits over the vocabulary, by ``get_output_embeddings`` of every submodule."""
+    """Find the layers that compute logits over the vocabulary, by ``get_output_embeddings`` of every submodule.
+
+    Some models return an embedding: that means the layer that shares its weight, or one of the same shape.
+    """
     heads: list[nn.Module] = []
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
@@ -64,9 +67,18 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
                 head = get()
             except (AttributeError, NotImplementedError):
                 continue
-            if isinstance(head, nn.Module):
+            if isinstance(head, nn.Embedding):
+                heads += _layers_of(head, module)
+            elif isinstance(head, nn.Module):
                 heads.append(head)
     return heads
+
+
+def _layers_of(embedding: nn.Embedding, model: nn.Module) -> list[nn.Linear]:
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    shape = embedding.num_embeddings, embedding.embedding_dim
+    tied = [layer for layer in layers if layer._parameters.get("weight") is embedding._parameters["weight"]]
+    return tied or [layer for layer in layers if (layer.out_features, layer.in_features) == shape]
 
 
 def is_conv1d(module: nn.Module) -> bool:

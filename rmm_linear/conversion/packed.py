@@ -114,8 +114,8 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
     # The activation of a gated MLP saves nothing of its own, unless it or the MLP is to stay as it is.
     inside: set[nn.Module] = set()
     for module, parts in gated.items():
-        act = module.get_submodule(parts.act)
-        if _skip_reason(act, f"{names[module]}.{parts.act}", config) is None:
+        act = parts.act_of(module)
+        if parts.act is None or _skip_reason(act, f"{names[module]}.{parts.act}", config) is None:
             chosen[module] = _gated(module, config.for_module(names[module]), parts)
             if _skip_reason(module, names[module], config) is None:
                 inside.add(act)
@@ -271,7 +271,7 @@ def _reason(choice: PackedChoice) -> str | None:
     if isinstance(computes, NormForm):
         return _AUTOCAST if casts_of(module, computes) else _UNKNOWN
     if isinstance(computes, GatedParts):
-        module = module.get_submodule(computes.act)
+        module = computes.act_of(module)
     elif getattr(module, "inplace", False):
         return _IN_PLACE
     elif choice.operation == "dropout":

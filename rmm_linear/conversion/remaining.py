@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.tables import pattern_of
@@ -40,6 +41,25 @@ _WHY = {  # the first pattern that an operator's name matches says what it saves
     r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
     r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
 }
+
+
+def uncompressed(names: Mapping[nn.Module, str], report: ConversionReport) -> dict[str, str]:
+    """Map modules with weights whose inputs nothing compresses to what they are: their class, if there is no word."""
+    known = {*report.converted, *report.packed, *report.skipped}
+    found = {name: _kind_of(module) for module, name in names.items() if name not in known}
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "convolutions"
+    if isinstance(module, nn.modules.batchnorm._NormBase | nn.GroupNorm):
+        return "norms over other dimensions"
+    own = [p for p in module._parameters.values() if p is not None and not is_lazy(p) and 1 not in p.shape]
+    sizes = max((p.dim() for p in own), default=0)
+    if sizes < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return None
+    return "experts" if sizes == 3 else type(module).__name__
 
 
 Saved = tuple[Ledger, Mapping[StorageKey, Sequence[Saver]]]  # of one forward pass
@@ -112,6 +132,10 @@ class Reasons:
             if isinstance(reason, str):
                 self._exact[name] = f"its attention stays exact: {reason}"
 
+    def kind(self, name: str, reason: str) -> str:
+        """Say in a word or two what saves a storage of a module, for a reason."""
+        return _nearest(name, self._report.uncompressed) or ("the loss" if reason == self._loss else "others")
+
     def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
         """Say why a storage is saved."""
         operators = tuple(sorted({saver.operator for saver in savers if not saver.is_stand_in}))
@@ -160,12 +184,12 @@ def still_saved(
     savers: Mapping[StorageKey, Sequence[Saver]],
     reasons: Reasons,
     before: int,
-) -> tuple[int, list[Keeper]]:
+) -> tuple[int, list[Keeper], dict[str, int]]:
     """Divide what a converted model saves into the bytes of compressed activations, and the rest, the most bytes first.
 
-    Modules of the rest whose names differ in numbers only are one entry.
+    The rest is given by modules, of which those whose names differ in numbers only are one entry, and by its kinds.
     """
-    compressed = 0
+    compressed, kinds = 0, Counter[str]()
     groups: dict[str, dict[str, dict[tuple[tuple[str, ...], str], int]]] = {}  # pattern, name, what and why: bytes
     for key, entry in storages.items():
         found, name = savers.get(key, ()), entry.modules[0]
@@ -175,6 +199,7 @@ def still_saved(
         counts = groups.setdefault(pattern_of(name), {}).setdefault(name, {})
         why = reasons.why(key, name, found)
         counts[why] = counts.get(why, 0) + entry.bytes
+        kinds[reasons.kind(name, why[1])] += entry.bytes
     result: list[Keeper] = []
     for pattern, names in groups.items():
         first, total = next(iter(names)), Counter[tuple[tuple[str, ...], str]]()
@@ -183,7 +208,7 @@ def still_saved(
         count = total.total()
         reason = f"{reasons.class_of(first)}: {_joined(total)}"
         result.append(Keeper(first if len(names) == 1 else pattern, count, count / max(before, 1), reason))
-    return compressed, sorted(result, key=lambda found: -found.bytes)
+    return compressed, sorted(result, key=lambda found: -found.bytes), dict(kinds.most_common())
 
 
 def _joined(counts: Counter[tuple[tuple[str, ...], str]]) -> str:

@@ -18,6 +18,7 @@ from rmm_linear.norm_estimators.registry import NONE
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
+_STAYS = "stays: "
 _NOT_MEASURED = "To measure what the whole model saves, pass a batch: convert(model, example=batch)."
 
 
@@ -77,6 +78,8 @@ class ConversionReport:
         memory: Bytes that the whole model saves before and after, if there was an ``example``.
         unfused: Where ``fused=True`` has no effect on the model as it is now, and why, norms under autocast among it;
             None where it has one everywhere, or is not set.
+        uncompressed: Name to a word or two, such as "experts" or "convolutions", for modules with weights whose inputs
+            nothing compresses.
         context: The state shared by the converted modules, from which ``bits`` and ``groups`` are read; None after a
             dry run.
     """
@@ -89,6 +92,7 @@ class ConversionReport:
     checkpointed: tuple[str, ...] = ()
     memory: Explanation | None = None
     unfused: str | None = None
+    uncompressed: dict[str, str] = field(default_factory=dict)
     context: ModelContext | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -163,9 +167,8 @@ class ConversionReport:
         """Return the report as plain JSON types.
 
         Returns:
-            A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, memory, rows,
-            directions, wide_attention, groups,
-            estimator_bytes and dry_run.
+            A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
+            memory, rows, directions, wide_attention, groups, estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -178,6 +181,7 @@ class ConversionReport:
             "skipped": dict(self.skipped),
             "checkpointed": list(self.checkpointed),
             "unfused": self.unfused,
+            "uncompressed": dict(self.uncompressed),
             "memory": None if self.memory is None else self.memory.to_dict(),
             "rows": self.rows,
             "directions": self.directions,
@@ -215,7 +219,11 @@ class ConversionReport:
         Returns:
             The summary line, and a table in which numbered siblings share a row.
         """
-        rows = [(pattern, str(len(names)), *cells) for (pattern, *cells), names in _grouped(self._rows()).items()]
+        left = {} if self.memory is None else {one.modules: f", {one.bytes:,} bytes" for one in self.memory.remaining}
+        rows = [
+            (pattern, str(len(names)), *cells, saved + (left.get(pattern, "") if saved.startswith(_STAYS) else ""))
+            for (pattern, *cells, saved), names in _grouped(self._rows()).items()
+        ]
         hint = "" if self.unfused is None else f"\n{self.unfused}"
         return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}{hint}"
 
@@ -238,7 +246,8 @@ class ConversionReport:
             )
             for entry in self.packed.values()
         ]
-        return converted + packed + [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+        skipped = [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+        return converted + packed + skipped + [(n, "", "", f"{_STAYS}{kind}") for n, kind in self.uncompressed.items()]
 
     def _learned(self, name: str) -> str:
         """Say what a module has learned in its first steps."""

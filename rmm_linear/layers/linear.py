@@ -201,7 +201,7 @@ class SketchedLayer(ConvertedModule):
     def _traced_call(self, input: Tensor, spec: SaveSpec, dtype: torch.dtype | None) -> LinearCall:
         mask = None
         if self.rmm_context is not None and self.rmm_config.mask_padding:
-            mask = self.rmm_context.traced_masks.token_mask(input.shape[:-1].numel())
+            mask = self.rmm_context.traced_masks.token_mask(input.shape[:-1])
         on_backward = None if mask is None else self._check_traced_padding
         return LinearCall(spec, None, dtype, mask, on_backward=on_backward)
 

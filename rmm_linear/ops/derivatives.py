@@ -18,7 +18,7 @@ from rmm_linear.packing.derivatives import stored_layout, stored_parts
 from rmm_linear.packing.norms import wide
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 from rmm_linear.packing.stored import blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fresh_seed
+from rmm_linear.sketches.seeds import fresh_seed, written
 
 
 def _pack_plainly(
@@ -117,7 +117,8 @@ def pack_derivative(
         rows = torch.relu(x if index is None else x.index_select(0, index))
         PACK(rows, bits, seeds, out=(codes, *scales))
     else:
-        PACK_DERIVATIVE(x, codes, function, bits, seeds, index)
+        # Written before: a kernel may write a mark there in its place.
+        PACK_DERIVATIVE(x, codes, function, bits, written(seeds), index)
     return stored
 
 
@@ -179,7 +180,7 @@ def activate_and_pack(
     place, *tensors = views(stored, parts)
     seeds = fresh_seed(place, seed)
     if function.is_bounded:
-        return ACTIVATE(x, tensors[0], function, bits, seeds, index).contiguous(), stored
+        return ACTIVATE(x, tensors[0], function, bits, written(seeds), index).contiguous(), stored
     return SQUARE(x, bits, seeds, index, out=tuple(tensors))[0].contiguous(), stored
 
 

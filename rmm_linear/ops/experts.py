@@ -19,7 +19,7 @@ from rmm_linear.ops.dispatch import NARROW, Call, Case, call, operator
 from rmm_linear.ops.sketches import DECODE, ENCODE, whole
 from rmm_linear.packing import CODES, GROUP, encoded_parts
 from rmm_linear.packing.stored import Part, blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seeds
+from rmm_linear.sketches.seeds import fresh_seeds, written
 
 Coded = tuple[int, int, float]  # rows, columns and bits of a matrix
 _GROUPED = getattr(F, "grouped_mm", None)
@@ -68,8 +68,8 @@ def encode_experts(
     shapes = coded_shapes(matrices, bits, derivative_bits)
     parts = experts_parts(shapes)
     stored = blank_stored(_first(matrices), parts)
-    seeds, *rest = views(stored, parts)
-    fill_seeds(seeds, seed)
+    place, *rest = views(stored, parts)
+    seeds = written(fresh_seeds(place, seed))  # as some matrices may not be given
     places = iter(rest)
     for i, (matrix, shape) in enumerate(zip(matrices, shapes, strict=True)):
         if matrix is not None and shape is not None:

@@ -18,7 +18,7 @@ from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.packing.pack import packed_parts
 from rmm_linear.packing.stored import SEED, Part, blank_stored, stored_bytes, views
-from rmm_linear.sketches.seeds import fill_seed
+from rmm_linear.sketches.seeds import fresh_seed, written
 
 
 def _samples(case: Case) -> Iterator[Call]:
@@ -50,8 +50,8 @@ def pack_source(x: Tensor, bits: int, seed: int | None, centered: bool) -> Tenso
     shape = tuple(x.shape)
     parts = _parts(shape, bits, x.dtype, centered)
     stored = blank_stored(x, parts)
-    seeds, mean, codes, scales = views(stored, parts)
-    fill_seed(seeds, seed)
+    place, mean, codes, scales = views(stored, parts)
+    seeds = fresh_seed(place, seed)
     if x.numel():
         if centered:
             x = _by_sequence(x)
@@ -59,6 +59,7 @@ def pack_source(x: Tensor, bits: int, seed: int | None, centered: bool) -> Tenso
             x = x - mean.unsqueeze(1)
         PACK(x.reshape(-1, shape[-1]), bits, seeds, out=(codes, scales))
     else:
+        written(seeds)
         mean.zero_()
     return stored
 

@@ -228,7 +228,7 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def pack_derivative(
-    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Seed | None, index: Tensor | None
+    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> None:
     """Write the codes of :func:`rmm_linear.packing.derivatives.pack_derivative`."""
     kernels().pack_derivative(x, codes, *_described(function, bits), bits, seed, _listed(index))
@@ -242,7 +242,7 @@ def apply_derivative(
 
 
 def activate(
-    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Seed | None, index: Tensor | None
+    x: Tensor, codes: Tensor, function: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> Tensor:
     """Return g(x), and write the codes of :func:`pack_derivative`."""
     return kernels().activate_and_pack(x, codes, *_described(function, bits), bits, seed, _listed(index))

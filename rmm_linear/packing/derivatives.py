@@ -13,6 +13,9 @@ independent, so of the weight gradient of the layer below, which sums over rows,
 The derivatives of ReLU and LeakyReLU have two values: one bit, no random numbers, and dX is exact. That of ReLU² has
 no bounded range; relu(x) is saved instead, packed in rotated groups by :func:`rmm_linear.packing.pack`.
 
+No code is left for NaN. A NaN in a stored row of x replaces the seed by :data:`NAN`, which makes all of dX̂ NaN: nothing
+more is stored, and the host reads nothing.
+
 Layout: as of packing. In every group of 64 columns (the last may be shorter) byte i holds the codes of the elements
 i, i + h, …, lower bits first, h the group's bytes. Bytes: rows · ⌈columns · bits / 8⌉. Time: one pass.
 
@@ -32,6 +35,8 @@ from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.rounding import GROUP, RoundingNoise
 from rmm_linear.packing.stored import SEED, Part
 
+NAN = -(2**63)  # in place of a seed: x had a NaN
+
 
 @without_autocast
 def pack_derivative(
@@ -40,8 +45,8 @@ def pack_derivative(
     """Round g'(x) to ``bits`` per element: codes, uint8, shape (n, ⌈C · bits / 8⌉).
 
     x: Input of the function, floating point, shape (N, C). bits: 8, 4, 2 or 1; 1 for a function that is exact in one
-    bit. seed: int64 with one element; not used where one bit is exact. index: Rows to store, int64, shape (n,); None
-    for all.
+    bit. seed: int64 with one element, which becomes NAN if x has one; not used where one bit is exact. index: Rows to
+    store, int64, shape (n,); None for all.
 
     Example:
         >>> pack_derivative(torch.tensor([[1.0, -1.0, 2.0]]), Pointwise("relu"), 1)
@@ -54,9 +59,10 @@ def pack_derivative(
     for part in row_parts(rows, columns, x.device):
         values = x[part] if index is None else x.index_select(0, index[part])
         derivative = function.derivative(values.to(_wide(x)))
-        if noise is None:
+        if noise is None or seed is None:
             code = derivative == 1
         else:
+            seed.masked_fill_(values.isnan().any(), NAN)
             steps = (derivative - function.range[0]) / function.step(bits)
             code = steps.clamp_(min=0).add_(_dither(noise, part)).floor_()
         joined = codes.new_zeros(len(values), codes.shape[1], dtype=torch.int32)
@@ -75,7 +81,9 @@ def apply_derivative(
 ) -> Tensor:
     """Multiply dY, shape (N, C), by stored derivatives; rows that are not stored get zeros."""
     out = torch.empty_like(y, memory_format=torch.contiguous_format) if index is None else y.new_zeros(y.shape)
-    noise = _noise(function, seed, *_shape(codes, y))
+    noise, low = _noise(function, seed, *_shape(codes, y)), function.range[0]
+    if noise is not None and seed is not None:
+        low = y.new_full((1,), low, dtype=_wide(y)).masked_fill_(seed == NAN, torch.nan)
     places, shifts = _places(y.shape[1], bits, y.device)
     for part in row_parts(*_shape(codes, y), y.device):
         rows = y[part] if index is None else y.index_select(0, index[part])
@@ -83,7 +91,7 @@ def apply_derivative(
         if noise is None:
             rows = rows.where(code == 1, below(rows, function))
         else:
-            derivative = function.range[0] + function.step(bits) * (code - (_dither(noise, part).to(_wide(y)) - 0.5))
+            derivative = low + function.step(bits) * (code - (_dither(noise, part).to(_wide(y)) - 0.5))
             rows = (rows.to(_wide(y)) * derivative).to(y.dtype)
         if index is None:
             out[part] = rows

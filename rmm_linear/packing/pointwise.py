@@ -41,7 +41,8 @@ class Pointwise:
     def derivative(self, x: Tensor) -> Tensor:
         """Compute g'(x) of float32 or float64. At a jump of g' it is what PyTorch's backward pass takes.
 
-        NaN counts as −∞, unless the derivative is exact in one bit: then it is PyTorch's.
+        NaN counts as −∞, and whoever stores the derivative notes that there is one, unless it is exact in one bit: then
+        that of NaN is PyTorch's. Of ±∞ it is the limit, where PyTorch's formulas may give NaN.
         """
         if not self.is_exact and self.is_bounded:
             x = x.nan_to_num(-_FAR).clamp(-_FAR, _FAR)

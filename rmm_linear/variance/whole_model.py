@@ -23,6 +23,7 @@ from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, exact_but, revert, set_aside
+from rmm_linear.memory.inputs import restored
 from rmm_linear.variance.passes import Passes, measuring
 
 ALL = "all"
@@ -202,8 +203,9 @@ def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[None]:
     if not modules:
         convert(model, config)
         try:
-            for _ in range(STEPS + 2):
-                passes.gradients()
+            with restored(model):
+                for _ in range(STEPS + 2):
+                    passes.gradients()
             yield
         finally:
             revert(model)

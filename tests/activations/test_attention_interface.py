@@ -1,10 +1,11 @@
-"""Packed attention in models of transformers: losses to the bit, what stays exact, and the name in configurations."""
+"""Packed attention in models of transformers: losses to the bit, what stays exact, and the function that is swapped."""
 
 import copy
 import pickle
 import re
 import subprocess
 import sys
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from attention_helpers import relative
 from helpers import ALL_ARCHITECTURES, batch_of, loss_of, tiny_model, token_ids
 
 from rmm_linear import convert, revert
-from rmm_linear.activations.attention_interface import NAME, packed_sdpa, stays_exact
+from rmm_linear.activations import attention_interface
 
 # Relative squared error of gradients at 4 bits: an element's is 1/10.4² of its size, in each of up to five factors.
 NOISE = 5 / 10.4**2
@@ -32,6 +33,20 @@ def model_of(architecture, dropout=0.0):
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return transformers.Qwen2ForCausalLM(config).train()
+
+
+def functions():
+    return transformers.AttentionInterface._global_mapping
+
+
+@pytest.fixture(autouse=True)
+def original(monkeypatch):
+    """The function of transformers, before every test and after it, whatever converted models are left."""
+    monkeypatch.setattr(attention_interface, "_PACKED", WeakSet())
+    function = functions()["sdpa"]
+    function = getattr(function, "keywords", {"sdpa": function})["sdpa"]
+    monkeypatch.setitem(functions(), "sdpa", function)
+    return function
 
 
 def converted(model):
@@ -89,20 +104,21 @@ def test_a_position_bias_of_another_shape_stays_exact_with_the_reason():
     module = converted(model_of("t5"))[0]
     module.rmm_linears = ()  # else it trains as a region from then on
     q = torch.randn(2, 2, 5, 8, requires_grad=True)
-    packed_sdpa(module, q, q, q, None, position_bias=torch.zeros(5, 5))
+    attend = functions()["sdpa"]
+    attend(module, q, q, q, None, position_bias=torch.zeros(5, 5))
     assert module.rmm_exact.startswith("its position_bias does not have the shape of its scores")
-    packed_sdpa(module, q, q, q, None, position_bias=torch.zeros(1, 2, 5, 5))
+    attend(module, q, q, q, None, position_bias=torch.zeros(1, 2, 5, 5))
     assert module.rmm_exact is None
 
 
 @pytest.mark.parametrize("given", ["softcap", "s_aux", "cache", "output_attentions"])
 def test_arguments_that_are_not_supported_have_a_reason(given, monkeypatch):
+    exact = lambda module, query, *args, **kwargs: (query.transpose(1, 2) * 1.0, None)  # noqa: E731
+    monkeypatch.setitem(functions(), "sdpa", exact)
     module = converted(model_of("llama"))[0]
     module.rmm_linears = ()
-    exact = lambda module, query, *args, **kwargs: (query.transpose(1, 2) * 1.0, None)  # noqa: E731
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "sdpa", exact)
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
-    output, _ = packed_sdpa(module, q, q, q, None, **{given: torch.ones(2)[0] * 1 or 1})
+    output, _ = functions()["sdpa"](module, q, q, q, None, **{given: torch.ones(2)[0] * 1 or 1})
     assert torch.equal(output, q.transpose(1, 2))
     assert module.rmm_exact == f"it is called with {given}"
 
@@ -116,16 +132,27 @@ def test_other_functions_keep_their_own_code():
     assert model.config._attn_implementation == "eager"
 
 
-def test_models_that_ask_for_the_name_stay_exact():
-    from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
+def test_models_that_ask_for_the_name_are_packed():
+    """It makes another mask where the name is "sdpa"."""
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "index_topk": 4}
+    sizes |= {"index_head_dim": 8, "index_n_heads": 2, "num_attention_heads": 2, "num_hidden_layers": 2, "head_dim": 4}
+    sizes |= {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**sizes, pad_token_id=1)).train()
+    exact = copy.deepcopy(model)
+    modules = converted(model)
+    loss, wanted = (one(input_ids=token_ids(), labels=token_ids()).loss for one in (model, exact))
+    assert torch.equal(loss, wanted)
+    assert [module.rmm_exact for module in modules] == [None, None]
+    loss.backward()
+    wanted.backward()
+    found, expected = ([m.model.layers[0].self_attn.kv_b_proj.weight.grad] for m in (model, exact))
+    assert 0 < relative(found, expected) < NOISE
 
-    module = object.__new__(GlmMoeDsaAttention)
-    torch.nn.Module.__init__(module)
-    module.config = transformers.LlamaConfig(attn_implementation="sdpa")
-    assert stays_exact(module) == "its model's code treats attn_implementation='sdpa' specially"
 
-
-# The name in the configurations, which models share
+# The function that is swapped, which models share
 
 
 def test_a_name_that_the_user_sets_later_stays():
@@ -134,21 +161,6 @@ def test_a_name_that_the_user_sets_later_stays():
     model.set_attn_implementation("eager")
     revert(model)
     assert model.config._attn_implementation == "eager"
-
-
-def test_configurations_inside_keep_their_own_name():
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 8}
-    text = {**vision, "vocab_size": 32, "eos_token_id": 2}
-    del text["image_size"], text["patch_size"]
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
-    model = transformers.CLIPModel(config)
-    converted(model)
-    names = [model.text_model.config._attn_implementation, model.vision_model.config._attn_implementation]
-    assert names == [NAME, "eager"]
-    revert(model)
-    assert model.text_model.config._attn_implementation == "sdpa"
 
 
 def attentions(model):
@@ -163,7 +175,26 @@ def is_packed(model):
     return [module.rmm_exact for module in attentions(model)] == [None, None]
 
 
-def test_models_that_share_a_configuration_are_reverted_by_themselves():
+def test_a_model_that_is_not_converted_calls_the_function_of_transformers(original, monkeypatch):
+    called = []
+
+    def counted(module, *args, **kwargs):
+        called.append((module, kwargs))
+        return original(module, *args, **kwargs)
+
+    monkeypatch.setitem(functions(), "sdpa", counted)
+    first, second = model_of("roberta"), model_of("roberta")
+    exact = step(second, "roberta")
+    arguments = [(module, kwargs.keys()) for module, kwargs in called]
+    converted(first)
+    called.clear()
+    found = step(second, "roberta")
+    assert [module for module, _ in called] == attentions(second)
+    assert all(names <= kwargs.keys() for (_, names), (_, kwargs) in zip(arguments, called, strict=True))
+    assert all(map(torch.equal, [exact[0], *exact[1]], [found[0], *found[1]]))
+
+
+def test_the_function_is_back_when_the_last_model_is_reverted(original):
     first = model_of("roberta")
     second = type(first)(first.config).train()
     assert second.roberta.config is first.roberta.config
@@ -171,22 +202,35 @@ def test_models_that_share_a_configuration_are_reverted_by_themselves():
     convert(second, min_rows=4, example={"input_ids": token_ids()})  # which sets it aside to measure
     assert is_packed(first)
     revert(first)
-    assert second.config._attn_implementation == NAME
     assert is_packed(second)
     revert(second)
+    assert functions()["sdpa"] is original
     assert second.config._attn_implementation == "sdpa"
 
 
+def test_a_function_that_the_user_registers_later_stays():
+    model = model_of("bert")
+    converted(model)
+    transformers.AttentionInterface.register("sdpa", print)
+    revert(model)
+    assert functions()["sdpa"] is print
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_a_name_of_its_own_until_its_last_part_is_reverted(copied):
+def test_a_copy_is_reverted_by_itself(copied):
     model = model_of("roberta")
     converted(model)
     other = copied(model)
     revert(other.roberta.encoder.layer[0])
-    assert other.config._attn_implementation == NAME
     revert(other.roberta.encoder.layer[1])
-    assert [other.config._attn_implementation, model.config._attn_implementation] == ["sdpa", NAME]
     assert is_packed(model)
+
+
+def test_a_copy_by_the_first_version_has_the_name_that_it_wrote():
+    model = model_of("roberta")
+    converted(model)
+    model.config._attn_implementation = {"": "rmm_sdpa"}
+    assert is_packed(pickle.loads(pickle.dumps(model)))
 
 
 LOAD = """
@@ -207,7 +251,6 @@ def test_a_saved_model_loads_without_the_library_and_a_pickled_one_with_it(tmp_p
     model = model_of("roberta")
     converted(model)
     model.save_pretrained(tmp_path / "saved")
-    assert NAME not in (tmp_path / "saved" / "config.json").read_text()
     (tmp_path / "pickled").write_bytes(pickle.dumps(model))
     subprocess.run([sys.executable, "-c", LOAD], check=True, cwd=tmp_path)
     assert torch.equal(torch.load(tmp_path / "logits"), model.eval()(input_ids=torch.arange(3, 13)[None]).logits)

@@ -26,6 +26,8 @@ EXPECTED = {
     "phi3": GatedParts(*UP, None, "silu", True),
     "t5": GatedParts("wi_0", "wi_1", "act", "wo", "dropout", "gelu_tanh", True),
     "experts": GatedParts("w1", "w3", "act", "w2", None, "relu", False),
+    "lfm2": GatedParts("w1", "w3", None, "w2", None, "silu", True),
+    "functional": GatedParts("gate_up_proj", "gate_up_proj", None, "down_proj", None, "gelu", False),
 }
 
 
@@ -89,6 +91,36 @@ def variant(change):
 def test_other_formulas_are_refused(change):
     assert gated_parts(variant(lambda m, x: m.w2(m.w3(x) * m.act(m.w1(x))))) is not None
     assert gated_parts(variant(change)) is None
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1, 1e3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("silu", F.silu),
+        ("gelu", F.gelu),
+        ("gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
+        ("relu", torch.relu),
+        (None, lambda x: F.relu(x).square()),
+        (None, lambda x: F.silu(x).clamp(max=1)),
+        (None, lambda x: F.relu(x - 0.1)),
+    ],
+)
+def test_functions_are_known_by_what_they_compute(name, function, dtype, scale):
+    """Also where the weights are so small that all functions are linear, or so large that they are all ReLU."""
+    mlp = variant(lambda m, x: m.w2(function(m.w1(x)) * m.w3(x)))
+    del mlp.act
+    mlp.function = F.gelu  # by whose name it is tried
+    for parameter in mlp.to(dtype).parameters():
+        parameter.data *= scale
+    assert gated_parts(mlp) == (None if name is None else GatedParts("w1", "w3", None, "w2", None, name, True))
+
+
+def test_modules_that_call_no_function_are_not_run():
+    mlp = variant(lambda m, x: pytest.fail("ran"))
+    del mlp.act
+    assert gated_parts(mlp) is None
 
 
 def test_other_modules_are_refused():
@@ -183,3 +215,21 @@ def test_a_hook_that_looks_on_leaves_the_module_packed():
         kept.append(bytes_kept(model, randn(2, 9, WIDTH).requires_grad_()))
     assert seen
     assert kept[0] < kept[1]
+
+
+@pytest.mark.parametrize(("change", "name"), [("tanh", "gelu_tanh"), (nn.SiLU(), "silu"), (nn.Tanh(), None)])
+def test_an_activation_that_changes_later_is_followed_or_refused(change, name):
+    mlp = made("llama").mlp.train()
+    mlp.act_fn = nn.GELU()
+    mlp = packed(mlp, PackedGatedMLP)
+    if isinstance(change, str):
+        mlp.act_fn.approximate = change
+    else:
+        mlp.act_fn = change
+    x = randn(2, 5, WIDTH).requires_grad_()
+    if name is None:
+        with pytest.raises(RuntimeError, match=r"must stay one of gelu, .*got Tanh\(\)\. Call rmm_linear.revert"):
+            mlp(x)
+    else:
+        mlp(x)
+        assert mlp.rmm_parts.activation == name

@@ -43,6 +43,15 @@ def test_modules_that_were_pickled_before_there_was_fused_train():
     assert all(one.grad.any() for one in (x, *module.parameters()))
 
 
+def test_an_eps_that_changes_later_is_followed():
+    module, exact = norm(), nn.LayerNorm(WIDTH, eps=0.5)
+    module.eps = 0.5
+    x, y = 0.1 * batch().detach(), batch().detach()
+    x.requires_grad_()
+    found, expected = (torch.autograd.grad(one(x), x, y)[0] for one in (module, exact))
+    assert (found - expected).norm() < 0.1 * expected.norm()  # by another eps, it is seven times too large
+
+
 def test_a_trained_scale_above_an_input_without_gradient_is_packed():
     norm = nn.LayerNorm(64)
     model = nn.Sequential(norm)

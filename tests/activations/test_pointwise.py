@@ -1,5 +1,7 @@
 """What a module computes is found by its class and attributes, or on a grid; packed ones in place and without rows."""
 
+import copy
+
 import pytest
 import torch
 from helpers import packed
@@ -143,15 +145,54 @@ def test_any_number_of_dimensions(shape):
         assert is_within_half_a_step(gradient, x, torch.ones_like(x), function, function.bits(4))
 
 
-def test_nan_and_infinity_in_reach_the_output_and_leave_other_gradients_alone():
+def test_nan_and_infinity_reach_the_output_and_nan_the_gradient():
     x = randn(4, 70)
-    x[1, 3], x[2, 4], x[3, 5] = torch.nan, torch.inf, -torch.inf
+    x[2, 4], x[3, 5] = torch.inf, -torch.inf
     module = packed(nn.SiLU(), PackedActivation)
     output, gradient = gradient_of(module, x, torch.ones_like(x))
     assert torch.equal(output.nan_to_num(77.0), nn.SiLU()(x).nan_to_num(77.0))
-    assert gradient.isfinite().all()
     assert is_within_half_a_step(gradient, x, torch.ones_like(x), module.rmm_function, 4)  # the limits, 1 and 0
     y = torch.ones_like(x)
     y[0, 0] = torch.nan
     _, gradient = gradient_of(module, x, y)
     assert int(gradient.isnan().sum()) == 1
+    x[1, 3] = torch.nan
+    output, gradient = gradient_of(module, x, torch.ones_like(x))
+    assert torch.equal(output.nan_to_num(77.0), nn.SiLU()(x).nan_to_num(77.0))
+    assert gradient.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (nn.LeakyReLU(0.2), "negative_slope", 0.6),
+        (nn.ELU(1.0), "alpha", 0.3),
+        (nn.GELU(), "approximate", "tanh"),
+        (activations.ACT2FN["gelu_python"], "act", nn.functional.silu),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_attribute_that_changes_later_is_followed(module, name, value, compiled):
+    exact = copy.deepcopy(module)
+    module = packed(copy.deepcopy(module), PackedActivation)
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    x, y = (3 * randn(50, 70)).requires_grad_(), randn(50, 70, seed=2)
+    run(x)
+    before = module.rmm_function
+    setattr(module, name, value)
+    setattr(exact, name, value)
+    found, expected = (torch.autograd.grad(one(x), x, y)[0] for one in (run, exact))
+    function = module.rmm_function
+    room = (0.0 if function.is_exact else function.step(4) + 1e-4) * y.abs() + 1e-6
+    assert ((found - expected).abs() <= room).all()
+    assert function != before
+
+
+def test_an_attribute_that_makes_it_another_function_is_refused():
+    module = packed(copy.deepcopy(activations.ACT2FN["gelu_python"]), PackedActivation)
+    act = module.act
+    with pytest.raises(ValueError, match=r"must stay one whose derivative is known, got act=.*revert"):
+        module.act = nn.Softplus()
+    assert module.act == act
+    module.note = "an attribute that it does not read"
+    assert module.rmm_function == Pointwise("gelu")

@@ -280,8 +280,13 @@ def test_the_defaults_of_pytorch_change_nothing(row, setting, default, samples):
     assert same(*found)
 
 
+# A NaN makes the whole gradient NaN, so what is rounded after it is of no use.
+NOTE_NAN = ("PACK_DERIVATIVE", "ACTIVATE")
+STAY = [row for row in OPERATIONS.values() if row.by_row and row.name not in NOTE_NAN]
+
+
 @pytest.mark.pairs
-@pytest.mark.parametrize("row", [row for row in OPERATIONS.values() if row.by_row], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", STAY, ids=lambda row: row.name)
 @pytest.mark.parametrize("setting", ["torch", "auto", kernels])
 @pytest.mark.parametrize("taken", ["some", "all"])
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter

@@ -25,6 +25,9 @@ SIZES = {
     "eos_token_id": 2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 1}
+LAYERS = {f"{part}_{key}": 1 for part in ("encoder", "decoder") for key in ("layers", "attention_heads")}
+FSMT = {**LAYERS, "d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 40}
+FSMT |= {"langs": ["en", "de"], "src_vocab_size": 64, "tgt_vocab_size": 64, "decoder_start_token_id": 0}
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)),
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**GROUPED)),
@@ -37,6 +40,8 @@ MODELS = {
     "deberta": lambda: hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**SIZES)),
     "gpt2": lambda: tiny_model("gpt2"),
     "t5": lambda: tiny_model("t5"),
+    "fsmt": lambda: hf.FSMTForConditionalGeneration(hf.FSMTConfig(**FSMT)),
+    "tied fsmt": lambda: hf.FSMTForConditionalGeneration(hf.FSMTConfig(**FSMT, tie_word_embeddings=True)),
 }
 
 
@@ -59,7 +64,8 @@ def chunked(name, chunk=7):
 
 def in_chunks(model, chunk):
     convert(model, operations="logits")
-    model.get_output_embeddings().rmm_chunk = chunk
+    (head,) = {module for module in model.modules() if isinstance(module, ChunkedHead)}
+    head.rmm_chunk = chunk
     return model
 
 
@@ -233,3 +239,11 @@ def test_copies_are_chunked_and_saved_weights_are_the_same():
     model = copy.deepcopy(chunked("llama"))
     assert_same(step(model), step(made("llama")))
     assert model.state_dict().keys() == made("llama").state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["fsmt", "tied fsmt"])
+def test_a_head_that_the_model_names_by_its_embedding_is_not_sketched(name):
+    model = made(name)
+    converted = convert(model, operations="linear", min_rows=1).converted
+    assert "model.decoder.layers.0.fc1" in converted
+    assert type(model.model.decoder.output_projection) is nn.Linear

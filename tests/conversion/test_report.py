@@ -159,3 +159,42 @@ def test_the_report_says_how_the_whole_model_is_measured_or_what_it_saves():
     with_example = str(convert(model, example=torch.ones(512, 12)))
     assert "\n\nsaved for backward: " in with_example
     assert "example=batch" not in with_example
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 64, 64))
+
+    def forward(self, x):
+        return (x @ self.weights).tanh().sum(0)
+
+
+class Mixer(nn.Module):
+    """Weights of its own, and what is no weight of a product: a token, and a table of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.token = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.zeros(1, 64))
+        self.embed = nn.Embedding(4, 64)
+
+    def forward(self, x):
+        return (x + self.token + self.embed.weight[0]) @ self.weight
+
+
+def test_what_stays_has_a_row_for_each_kind_and_its_bytes():
+    conv = nn.Sequential(nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 1, 3, padding=1), nn.BatchNorm1d(1), nn.Flatten())
+    model = nn.Sequential(nn.Linear(64, 64), Experts(), Mixer(), conv)
+    kinds = {"1": "experts", "2": "Mixer", "3.1": "convolutions", "3.2": "norms over other dimensions"}
+    assert convert(model, dry_run=True, min_rows=1).uncompressed == kinds
+    report = convert(model, min_rows=1, ratio=0.5, example=torch.randn(512, 64))
+    rows = [line for line in report.modules().splitlines() if "stays: " in line]
+    assert [row.split("|")[1].strip() for row in rows] == list(kinds)
+    left = {one.modules: one.bytes for one in report.memory.remaining}
+    assert left["2"] == 512 * 64 * 4  # its input
+    assert left["1"] > 2 * left["2"]  # its outputs, and more
+    shares = {kind: count / report.memory.before for kind, count in report.memory.kinds.items()}
+    for row, (name, kind) in zip(rows, kinds.items(), strict=True):
+        assert f"stays: {kind}, {left[name]:,} bytes" in row
+        assert (f" {shares[kind]:.0%} stays: {kind}" in report.memory.line()) == (shares[kind] >= 0.02)
+    assert sum(report.memory.kinds.values()) == report.memory.after - report.memory.stand_ins

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import needs_triton
 from pointwise_helpers import ROUNDED, SEED, WIDTHS, randn
 
 from rmm_linear.backends.native import is_available
@@ -11,7 +12,7 @@ from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.pointwise import Pointwise
 
 BOUNDED = [(function, bits) for function, bits in WIDTHS if function.is_bounded]
-ODD = torch.tensor([3.0, -3.0, 0.0, 1e-30, torch.inf, -torch.inf, torch.nan, 16.0, -16.0, 1e30])
+ODD = torch.tensor([3.0, -3.0, 0.0, 1e-30, torch.inf, -torch.inf, 16.0, -16.0, 1e30])
 PACK = torch.ops.rmm_linear.pack_derivative.default
 
 needs_library = pytest.mark.skipif(not is_available(), reason="the C library was not built")
@@ -51,6 +52,32 @@ def test_library_reads_odd_values_as_plain_pytorch_does(function, bits):
     assert (found != codes).sum() <= (0 if function.is_exact else 0.01 * codes.numel())
     expected = plain.apply_derivative(y, codes, function, bits, SEED)
     torch.testing.assert_close(derivatives.APPLY_DERIVATIVE(y, codes, function, bits, SEED, None), expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("backend", ["torch", "auto", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("pack", [derivatives.pack_derivative, derivatives.activate_and_pack])
+@pytest.mark.parametrize("function", ROUNDED, ids=str)
+def test_a_nan_arrives_in_the_gradient_and_infinity_has_the_limit(function, pack, backend, monkeypatch):
+    """In every row that is stored: no code is left for NaN."""
+    monkeypatch.setenv("RMM_BACKEND", backend)
+    index, how = torch.tensor([0, 2, 4, 5]), (function.name, list(function.parameters), 4)
+
+    def gradient(value, place):
+        x = randn(6, 70)
+        x[place] = value
+        stored = pack(x, index, 7, *how)
+        stored = stored if pack is derivatives.pack_derivative else stored[1]
+        return derivatives.apply_derivative(torch.ones_like(x), stored, index, *how)
+
+    for value in (torch.inf, -torch.inf):
+        exact = function.derivative(torch.tensor(value))
+        assert abs(gradient(value, (2, 67))[2, 67] - exact) <= function.step(4) / 2 + 1e-4
+    assert gradient(torch.nan, (3, 5)).isfinite().all()  # in a row that is not stored
+    for place in ((0, 1), (5, 69)):
+        found = gradient(torch.nan, place)
+        assert found[index].isnan().all()
+        assert not found[[1, 3]].any()
 
 
 @pytest.mark.parametrize(("name", "bits"), [("gelu", 3), ("gelu", 16), ("relu", 2), ("relu_squared", 1)])

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .derivatives import code_of, normal_cdf, sigmoid
+from .derivatives import code_of, normal_cdf, note_nan, sigmoid
 from .draws import known_seed
 from .groups import GROUP, ROWS, program_place, rotation, row_words, store_codes, store_packed, tile_words
 from .launch import Seed, cdiv, given, is_ieee, launch, places
@@ -67,21 +67,17 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
         return tl.where(b_x > 0, b_x, b_x * parameter)
 
 
-@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _activate_kernel(
-    p_x, p_place, p_seed, seed: tl.int64, n_fresh, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
-    parameter, low, inverse,
+    p_x, p_place, p_seed, p_out, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes, parameter, low, inverse,
     FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_PLACE: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 
-    p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed, seed, n_fresh: see
-    known_seed. p_out: (N, C), contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see
-    _pack_derivative_kernel.
+    p_x: (N, C), rows ``stride`` apart. p_place: int64 (N,), the row of codes, or −1. p_seed: int64 (1,). p_out: (N, C),
+    contiguous. p_codes: uint8 (n, row_bytes). parameter, low, inverse: see _pack_derivative_kernel.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    if FUNCTION != "relu" and FUNCTION != "leaky_relu":
-        seed = known_seed(p_seed, seed, n_fresh)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_n = begin + tl.arange(0, B_K)
@@ -96,10 +92,11 @@ def _activate_kernel(
         if FUNCTION == "relu" or FUNCTION == "leaky_relu":
             b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
         else:
-            b_row, b_column = tile_words(seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
             if HAS_PLACE:
-                b_row = row_words(seed, o_k)
+                b_row = row_words(tl.load(p_seed), o_k)
             b_code = code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION)
+            note_nan(b_x, m_k, p_seed)
         store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
@@ -110,7 +107,8 @@ def _square_kernel(
 ):  # fmt: skip
     """One tile of B_K rows and one group.
 
-    p_x, p_place, p_seed, seed, n_fresh, p_out: see _activate_kernel. p_codes, p_scales: see store_packed.
+    p_x, p_place, p_out: see _activate_kernel. p_seed, seed, n_fresh: see known_seed. p_codes, p_scales: see
+    store_packed.
     """
     seed = known_seed(p_seed, seed, n_fresh)
     i_g, o_j, begin = program_place(n_columns, 1, B_K)
@@ -139,7 +137,7 @@ def activate_and_pack(
     parameters: tuple[float, ...],
     line: tuple[float, float],
     bits: int,
-    seed: Seed | None = None,
+    seed: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Apply a pointwise function to ``x``, and round its derivative as ``pack_derivative`` does, in one pass.
@@ -151,7 +149,7 @@ def activate_and_pack(
         parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
         line: Low end of the derivative's range, and the step from one code to the next.
         bits: 8, 4, 2 or 1.
-        seed: int64, shape (1,); or to be written there, see ``given``; None where one bit is exact.
+        seed: int64, shape (1,), which becomes −2⁶³ if the stored rows have a NaN; None where one bit is exact.
         index: Rows whose codes are stored, int64, shape (n,); None for all.
 
     Returns:
@@ -160,12 +158,11 @@ def activate_and_pack(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (low, step), (rows, columns) = line, x.shape
-    seeds = given(seed, out.numel() > 0)
     if out.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(
             _activate_kernel, grid,
-            x, places(index, rows), *seeds, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
+            x, places(index, rows), seed, out, codes, rows, taken, columns, x.stride(0), codes.shape[1],
             float((*parameters, 0.0)[0]), low, 1.0 / step, FUNCTION=name, BITS=bits,
             HAS_PLACE=index is not None, TAIL=columns % GROUP != 0, B_K=ROWS,
         )  # fmt: skip

@@ -4,11 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import known_seed
 from .groups import GROUP, ROWS, dither, load_codes, program_place, store_codes, tile_words
-from .launch import Seed, cdiv, given, launch
+from .launch import cdiv, launch
 from .packing import tiles
 
+NAN = tl.constexpr(-(2**63))  # in place of a seed: x had a NaN
 _FAR = tl.constexpr(1024.0)  # beyond it every derivative has reached its limit; the formulas need a finite x
 
 
@@ -94,20 +94,25 @@ def code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION: tl.constexp
         return (b_steps + (dither(b_row, b_column, False) - 0.5) + 12582911.0).to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["seed", "n_fresh", "n_rows", "n_tiles"])
+@triton.jit
+def note_nan(b_x, m_k, p_seed):
+    """Write NAN in place of the seed if a row that is stored has one; programs that read it later round otherwise."""
+    b_largest = tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # of a NaN, above the bits of ∞
+    m_nan = m_k & (b_largest > 0x7F800000)
+    tl.store(p_seed + tl.zeros(m_nan.shape, tl.int32), tl.full(m_nan.shape, NAN, tl.int64), mask=m_nan)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def _pack_derivative_kernel(
-    p_x, p_index, p_seed, seed: tl.int64, n_fresh, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes,
-    parameter, low, inverse,
+    p_x, p_index, p_seed, p_codes, n_rows, n_tiles, n_columns, stride, row_bytes, parameter, low, inverse,
     FUNCTION: tl.constexpr, BITS: tl.constexpr, HAS_INDEX: tl.constexpr, TAIL: tl.constexpr, B_K: tl.constexpr,
 ):  # fmt: skip
     """n_tiles tiles of B_K rows and 64 columns.
 
-    p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed, seed, n_fresh: see known_seed. p_codes: uint8 (n,
-    row_bytes). parameter: α or slope. low: of the range. inverse: 1 / step.
+    p_x: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_seed: int64 (1,). p_codes: uint8 (n, row_bytes).
+    parameter: α or slope. low: of the range. inverse: 1 / step.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    if FUNCTION != "relu" and FUNCTION != "leaky_relu":
-        seed = known_seed(p_seed, seed, n_fresh)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -118,8 +123,9 @@ def _pack_derivative_kernel(
         if FUNCTION == "relu" or FUNCTION == "leaky_relu":
             b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
         else:
-            b_row, b_column = tile_words(seed, begin, i_g, B_K)
+            b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
             b_code = code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION)
+            note_nan(b_x, m_k, p_seed)
         store_codes(b_code, o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
 
 
@@ -133,6 +139,8 @@ def _apply_derivative_kernel(
     p_y: (N, C), rows ``stride`` apart. p_out: (N, C), contiguous. step: of the codes. The others: as for packing.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
+    if FUNCTION != "relu" and FUNCTION != "leaky_relu":
+        low = tl.where(tl.load(p_seed) == NAN, float("nan"), low)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
         o_k = begin + tl.arange(0, B_K)
@@ -158,7 +166,7 @@ def pack_derivative(
     parameters: tuple[float, ...],
     line: tuple[float, float],
     bits: int,
-    seed: Seed | None = None,
+    seed: torch.Tensor | None = None,
     index: torch.Tensor | None = None,
 ) -> None:
     """Round the derivative of a pointwise function to ``bits`` per element, in one pass over ``x``.
@@ -171,17 +179,16 @@ def pack_derivative(
         parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
         line: Low end of the derivative's range, and the step from one code to the next.
         bits: 8, 4, 2 or 1.
-        seed: int64, shape (1,); or to be written there, see ``given``; None where one bit is exact.
+        seed: int64, shape (1,), which becomes −2⁶³ if the rows have a NaN; None where one bit is exact.
         index: Rows to store, int64, shape (n,); None for all.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (low, step), (rows, row_bytes), columns = line, codes.shape, x.shape[1]
-    seeds = given(seed, codes.numel() > 0)
     if codes.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(
             _pack_derivative_kernel, grid,
-            x, index, *seeds, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
+            x, index, seed, codes, rows, taken, columns, x.stride(0), row_bytes, float((*parameters, 0.0)[0]), low,
             1.0 / step, FUNCTION=name, BITS=bits, HAS_INDEX=index is not None, TAIL=columns % GROUP != 0,
             B_K=ROWS,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 /* Derivatives of pointwise functions in few bits: rmm_linear/packing/derivatives.py in compiled form. */
 /* g', in steps above its low end: linear between `count` knots, the first at `begin`, `density` of them per unit of x.
- * `below` up to `begin` (and for NaN), `above` from `end` on. */
+ * `below` up to `begin`, `above` from `end` on. */
 typedef struct {
     const float *knots;
     float last, begin, density, end, below, above;
@@ -8,6 +8,14 @@ typedef struct {
 
 /* The function whose codes are one exact bit. */
 enum { TABLE, RELU, LEAKY_RELU };
+
+static const int64_t NOT_A_NUMBER = INT64_MIN; /* in place of a seed: x had a NaN */
+
+INLINE int has_nan(const float *x, int size) {
+    int found = 0;
+    for (int i = 0; i < size; i++) found |= x[i] != x[i];
+    return found;
+}
 
 /* Joins the codes of a group: byte i of the h bytes holds the codes i, i + h, …, lower bits first. A whole group is
  * handled in words of 8 bytes: a code has room in its byte, so shifts do not reach the next one. */
@@ -114,33 +122,44 @@ INLINE void code_group(
     join(q, size, bits, to);
 }
 
-INLINE void pack_derivative_row(
+/* Returns whether x has a NaN; 0 for functions without a table. */
+INLINE int pack_derivative_row(
     const void *x, int type, int64_t place, int64_t columns, int kind, int bits, const table *t, int32_t a,
     const int32_t *c, uint8_t *to) {
     float buffer[GROUP];
     int64_t at = 0;
-    for (; at + GROUP <= columns; at += GROUP)
-        code_group(widened(x, type, place + at, GROUP, buffer), GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
+    int found = 0;
+    for (; at + GROUP <= columns; at += GROUP) {
+        const float *from = widened(x, type, place + at, GROUP, buffer);
+        code_group(from, GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
+        if (kind == TABLE) found |= has_nan(from, GROUP);
+    }
     int left = (int)(columns - at);
-    if (left)
-        code_group(widened(x, type, place + at, left, buffer), left, kind, bits, t, a, c + at, to + at / 8 * bits);
+    if (left) {
+        const float *from = widened(x, type, place + at, left, buffer);
+        code_group(from, left, kind, bits, t, a, c + at, to + at / 8 * bits);
+        if (kind == TABLE) found |= has_nan(from, left);
+    }
+    return found;
 }
 
-static void pack_derivative_rows(
+static int pack_derivative_rows(
     const void *x, int type, int64_t stride, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind,
     int bits, const table *t, const int32_t *a, const int32_t *c, uint8_t *codes) {
     int64_t length = (columns * bits + 7) / 8;
+    int found = 0;
     for (int64_t row = begin; row < end; row++) {
         int64_t from = (index ? index[row] : row) * stride;
         uint8_t *to = codes + row * length;
         /* kind and bits are constants in each call, so that the compiler specializes it. */
         if (kind == RELU) pack_derivative_row(x, type, from, columns, RELU, 1, t, 0, c, to);
         else if (kind == LEAKY_RELU) pack_derivative_row(x, type, from, columns, LEAKY_RELU, 1, t, 0, c, to);
-        else if (bits == 4) pack_derivative_row(x, type, from, columns, TABLE, 4, t, a[row], c, to);
-        else if (bits == 2) pack_derivative_row(x, type, from, columns, TABLE, 2, t, a[row], c, to);
-        else if (bits == 1) pack_derivative_row(x, type, from, columns, TABLE, 1, t, a[row], c, to);
-        else pack_derivative_row(x, type, from, columns, TABLE, 8, t, a[row], c, to);
+        else if (bits == 4) found |= pack_derivative_row(x, type, from, columns, TABLE, 4, t, a[row], c, to);
+        else if (bits == 2) found |= pack_derivative_row(x, type, from, columns, TABLE, 2, t, a[row], c, to);
+        else if (bits == 1) found |= pack_derivative_row(x, type, from, columns, TABLE, 1, t, a[row], c, to);
+        else found |= pack_derivative_row(x, type, from, columns, TABLE, 8, t, a[row], c, to);
     }
+    return found;
 }
 
 /* base: the factor of dY for code 0, plus 3/2 of a step: a code is too low by ½, and the noise is 1 + u. */
@@ -215,17 +234,20 @@ static void apply_derivative_rows(
 }
 
 /* x: of a type, `stride` elements from one row to the next. index: `rows` rows of it, or
- * null. knots: `count`, or null for a kind without a table, which needs no seed either. codes: contiguous. Returns 0, or
- * 2 if memory could not be allocated. */
+ * null. knots: `count`, or null for a kind without a table, whose seed is null too. seed: becomes NOT_A_NUMBER if these
+ * rows have one. codes: contiguous. Returns 0, or 2 if memory could not be allocated. */
 int V(rmm_pack_derivative)(
     const void *x, int type, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
     const float *knots, int64_t count, float begin, float density, float end, float below, float above,
-    int64_t seed, uint8_t *codes, int threads) {
+    int64_t *seed, uint8_t *codes, int threads) {
     table t = {knots, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
     noise n;
-    if (!begin_noise(&n, seed, 0, kind == TABLE ? rows : 0, kind == TABLE ? columns : 0)) return 2;
-#pragma omp parallel num_threads(threads)
-    pack_derivative_rows(x, type, stride, SHARE(rows), columns, index, kind, bits, &t, n.rows, n.columns, codes);
+    int found = 0;
+    if (!begin_noise(&n, seed ? *seed : 0, 0, kind == TABLE ? rows : 0, kind == TABLE ? columns : 0)) return 2;
+#pragma omp parallel num_threads(threads) reduction(| : found)
+    found |= pack_derivative_rows(
+        x, type, stride, SHARE(rows), columns, index, kind, bits, &t, n.rows, n.columns, codes);
+    if (found && seed) *seed = NOT_A_NUMBER;
     end_noise(&n);
     return 0;
 }

@@ -33,7 +33,7 @@ SIGNATURES = {
     "rmm_gather_rows": "piqqppqpi",
     "rmm_norm_backward": "piqpqqiipqppppippi",
     "rmm_pack": "pipqqqqqqippi",
-    "rmm_pack_derivative": "piqqqpiipqfffffqpi",
+    "rmm_pack_derivative": "piqqqpiipqfffffppi",
     "rmm_pack_gated": "ppiqqqqpiiqqppppi",
     "rmm_pack_mask": "piqqppi",
     "rmm_pack_norm": "piqpqqifiqpppi",

@@ -7,6 +7,7 @@ limits, or between two jumps. Its error is below 1e-4 of the derivative's range 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rmm_linear.backends import native
 from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
-from rmm_linear.packing.derivatives import stored_layout
+from rmm_linear.packing.derivatives import NAN, stored_layout
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.stored import offsets
 
@@ -37,7 +38,7 @@ class DerivativeTable:
         begin: x of the first knot.
         density: Knots per unit of x.
         end: From this x on, the derivative is ``above``.
-        below: The derivative up to ``begin``, and of NaN.
+        below: The derivative up to ``begin``.
     """
 
     knots: Tensor
@@ -77,7 +78,7 @@ def pack_derivative(
     x: Tensor, codes: Tensor, pointwise: Pointwise, bits: int, seed: Tensor | None, index: Tensor | None
 ) -> None:
     """Write the codes of :func:`rmm_linear.packing.derivatives.pack_derivative`."""
-    write_derivative(x, index, codes.shape[0], 0 if seed is None else int(seed), pointwise, bits, codes.data_ptr())
+    write_derivative(x, index, codes.shape[0], pointer(seed), pointwise, bits, codes.data_ptr())
 
 
 def stored_derivative(
@@ -90,7 +91,7 @@ def stored_derivative(
     base = stored.data_ptr()
     seed = 0 if pointwise.is_exact else write_seed(stored, seed)
     if pointwise.is_bounded:
-        write_derivative(x, index, rows, seed, pointwise, bits, base + places[-1])
+        write_derivative(x, index, rows, 0 if pointwise.is_exact else base, pointwise, bits, base + places[-1])
         return stored
     kept = torch.relu(x if index is None else x.index_select(0, index)).contiguous()
     native.pack(kept, bits, seed, base + places[1], base + places[2], rows)
@@ -125,7 +126,7 @@ def _layout(
 def write_derivative(
     x: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int
 ) -> None:
-    """Write the same at an address."""
+    """Write the same at an address; that of the seed is 0 for a function without one."""
     x = x if x.stride(1) == 1 else x.contiguous()
     index = None if index is None else index.contiguous()
     table, line = _table(pointwise, bits)
@@ -151,6 +152,7 @@ def read_derivative(
 ) -> Tensor:
     """Return dX̂ from codes at an address."""
     low, step = _range(pointwise, bits)
+    low = math.nan if seed == NAN else low
     y, index = y.contiguous(), None if index is None else index.contiguous()
     out = torch.empty_like(y) if index is None else torch.zeros_like(y)
     run(

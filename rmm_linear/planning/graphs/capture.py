@@ -41,6 +41,7 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
         found.append((graph, list(inputs)))
         return stop
 
+    attributes = dict(vars(model))
     compiled: Any = torch.compile(model, backend=record, fullgraph=True, dynamic=False)
     torch._dynamo.reset()
     try:
@@ -52,6 +53,8 @@ def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
         ) from error
     finally:
         torch._dynamo.reset()
+        for name in vars(model).keys() - attributes:  # torch.compile's mark
+            del vars(model)[name]
     if found:
         check_graph(found[0][0])
     if len(found) != 1:

@@ -99,7 +99,7 @@ def followed(model: nn.Module) -> Iterator[Place]:
 
     # A gated MLP whose activation has hooks runs it once more, to see whether they change something.
     gated = [module for module in model.modules() if isinstance(module, PackedGatedMLP)]
-    skipped = {module.get_submodule(module.rmm_parts.act) for module in gated}
+    skipped = {module.rmm_parts.act_of(module) for module in gated}
     # Experts differentiate theirs in the forward pass, which is no backward pass of the model.
     experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
     skipped |= {one for module in experts for one in module.modules() if one is not module}

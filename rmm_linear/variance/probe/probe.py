@@ -244,7 +244,7 @@ class GradientProbe(ProbeResults):
             config, context = module.rmm_config, module.rmm_context
         else:
             config, context = self._config.for_module(name), self._context
-        mask = None if context is None else context.known_mask(x.shape[:-1].numel())
+        mask = None if context is None else context.known_mask(x.shape[:-1])
         return ProbeCall.of(self._step or 0, name, module, x, mask, config)
 
     def _find(self, name: str, x: Tensor, *, hooked: bool) -> ProbeCall | None:
