@@ -48,9 +48,6 @@ _DIVIDED = (
     "Mixtures of experts run outside of compiled code, which is divided around them: %s is the first. With "
     "fullgraph=True, leave 'experts' out of operations."
 )
-_OUTSIDE = (
-    "its class does not look its function up in transformers' ALL_EXPERTS_FUNCTIONS: exact, but for layers inside"
-)
 
 
 class PackedExperts(PackedModule):
@@ -385,13 +382,6 @@ def why_exact(module: nn.Module) -> str | None:
     if others := sorted(set(own) - _WEIGHTS):
         return f"its gate has tensors of its own ({', '.join(others)})"
     return None if gate_pairs(module) else "its gate takes other columns together than one of each half, or neighbours"
-
-
-def why_outside(module: nn.Module) -> str | None:
-    """Return why other classes of experts stay exact; None for what is none, such as an MLP that all tokens share."""
-    has_own = any(True for _ in module.parameters(recurse=False)) or isinstance(module, nn.ModuleDict | nn.ModuleList)
-    is_one = has_own and "Expert" in type(module).__name__
-    return _OUTSIDE if is_one and not is_experts(module) else None
 
 
 def gate_pairs(module: Any) -> str | None:

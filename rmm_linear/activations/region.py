@@ -41,6 +41,7 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing, seeds_of
 
 _WIDE = 8  # bits where scores spread far
 _TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
+_CHOICES = re.compile("topk|argmax|argsort|multinomial")
 _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_attn|flex_attention")
 
 
@@ -126,6 +127,8 @@ def reads_softmax(module: nn.Module) -> bool:
     for _ in range(3):
         codes = [one.__code__ for one in found if hasattr(one, "__code__") and one.__code__ not in seen]
         names = {name for code in codes for name in (*code.co_names, *code.co_varnames)}
+        if any(_CHOICES.search(name) for name in names):
+            return False  # decoded scores would choose otherwise
         if any(_NAMES.search(name) for name in names):
             return True
         seen |= set(codes)

@@ -16,7 +16,7 @@ from rmm_linear.activations.attention_interface import PackedAttention, is_atten
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.elementwise import PackedElementwise, is_elementwise
-from rmm_linear.activations.experts import PackedExperts, experts_bits, is_experts, why_exact, why_outside
+from rmm_linear.activations.experts import PackedExperts, experts_bits, is_experts, why_exact
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
 from rmm_linear.activations.logits import ChunkedHead
@@ -67,8 +67,6 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
         if choice is None:
             if "activation" in config.operations and lacks_weights(module):
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
-            elif "experts" in config.operations and (why := why_outside(module)) is not None:
-                skipped[name] = why
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module) and not choice.is_region:
