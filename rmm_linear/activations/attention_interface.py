@@ -25,6 +25,7 @@ from rmm_linear.activations.attention_function import Attention
 from rmm_linear.activations.region import PackedRegion
 from rmm_linear.activations.region_run import original_forward
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.surroundings import has_saving_hooks, in_backward
 
 _SDPA = "sdpa"
 _UNSUPPORTED = ("softcap", "s_aux", "cache")
@@ -66,7 +67,8 @@ class PackedAttention(PackedRegion):
 
     def _note_exact(self, reason: str | None) -> None:
         """Train as a region from the next call on where the function cannot pack."""
-        if reason is not None and self.rmm_linears and not self.rmm_is_region and not torch.compiler.is_compiling():
+        is_watched = torch.compiler.is_compiling() or in_backward() or has_saving_hooks()  # as of a checkpoint
+        if reason is not None and self.rmm_linears and not self.rmm_is_region and not is_watched:
             vars(self)["rmm_is_region"] = True
             return
         super()._note_exact(reason)

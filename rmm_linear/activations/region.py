@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.attention import AttendingModule
 from rmm_linear.activations.region_form import look
-from rmm_linear.activations.region_run import Arguments, Filled, RegionForm, RegionRun, Scores
+from rmm_linear.activations.region_run import Arguments, Different, Filled, RegionForm, RegionRun, Scores
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import ScoreSpread
 from rmm_linear.context.surroundings import in_backward
@@ -50,13 +50,15 @@ class PackedRegion(AttendingModule):
 
     Attributes:
         rmm_linears: Names of the children that are linear layers.
+        rmm_form: What is known of this module alone; None if it does what its class does.
     """
 
     rmm_linears: tuple[str, ...]
+    rmm_form: RegionForm | None
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, linears: Sequence[str] = (), **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
-        self.rmm_linears = tuple(linears)
+        self.rmm_linears, self.rmm_form = tuple(linears), None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, in training as a region; exactly in compiled code."""
@@ -85,7 +87,7 @@ class PackedRegion(AttendingModule):
             return original(*args, **kwargs)
         seed = draw_seed() if call.seed is None else call.seed
         bits = _WIDE if spread is not None and spread.is_large else self._bits
-        run = RegionRun(self, original, form, arguments, call, seeds_of(seed, form.calls), bits)
+        run = RegionRun(self, self.rmm_linears, original, form, arguments, call, seeds_of(seed, form.calls), bits)
         try:
             if spread is None or not spread.is_observing or in_backward() or isinstance(first, FakeTensor):
                 return run.forward()
@@ -94,24 +96,29 @@ class PackedRegion(AttendingModule):
         except Filled:
             self._note_exact("its KV cache is not empty")
             return original(*args, **kwargs)
+        except Different:  # it does not do what others of its class do
+            vars(self)["rmm_form"] = look(self, self.rmm_linears, original, arguments)
+            return original(*args, **kwargs)
         spread.observe_errors(run.errors)
         run.errors.clear()
         return output
 
     def _form(self, original: Callable[..., Any], arguments: Arguments) -> RegionForm:
         """Return what is known of the module's class; a simulated step, which has no values, checks nothing."""
-        is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
-        known: dict[Any, RegionForm] = vars(self) if self.rmm_context is None else self.rmm_context.regions
-        key: Any = "rmm_form"
-        if self.rmm_context is not None:  # flags are what modules of one class differ in, as by their layer
-            flags = ((name, value) for name, value in vars(self).items() if type(value) is bool and name[:4] != "rmm_")
-            key = type(self), self.rmm_linears, *flags
+        if self.rmm_form is not None:
+            return self.rmm_form
+        known: dict[Any, RegionForm] = {} if self.rmm_context is None else self.rmm_context.regions
+        # Flags are what modules of one class differ in, as by their layer.
+        flags = ((name, value) for name, value in vars(self).items() if type(value) is bool and name[:4] != "rmm_")
+        key = type(self), self.rmm_linears, *flags
         form = known.get(key)
         if form is None:
+            is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
             with nullcontext() if is_fake else _disable_current_modes():
-                form = look(self, original, arguments, is_checked=not is_fake)
+                form = look(self, self.rmm_linears, original, arguments, is_checked=not is_fake)
             if not is_fake:
                 known[key] = form
+                vars(self)["rmm_form"] = form if self.rmm_context is None else None
         return form
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,16 +16,15 @@ from rmm_linear.activations.base import SavingCall
 from rmm_linear.activations.region_run import (
     SOFTMAX,
     Arguments,
+    Different,
+    Filled,
     RegionForm,
     RegionRun,
-    Stop,
-    Which,
     intercepted,
     is_cache,
     leaves_of,
     named,
     original_forward,
-    own_parameters,
     positional,
     random_kept,
     random_state,
@@ -36,6 +35,16 @@ from rmm_linear.layers.converted import ConvertedModule
 
 _CHOICES = {torch.topk, torch.argmax, torch.sort, torch.argsort, torch.multinomial}
 _CHOICES |= {getattr(Tensor, one.__name__) for one in _CHOICES}
+_SHAPES = {
+    "shape", "device", "dtype", "layout", "ndim", "requires_grad", "is_cuda", "is_cpu", "is_meta", "is_nested",
+    "is_sparse", "is_leaf", "itemsize", "nbytes", "size", "dim", "numel", "nelement", "stride", "is_floating_point",
+    "__len__", "element_size", "is_contiguous", "ndimension", "get_device", "new_empty", "new_zeros", "new_ones",
+    "new_full", "new_tensor", "zeros_like", "ones_like", "empty_like", "full_like", "type", "data_ptr",
+}  # fmt: skip
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "expand",
+    "view_as", "movedim", "detach",
+}  # fmt: skip
 _WIDTH = 8  # of what is not coded
 _LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a gradient in the check, relative; 1e-2 in half types
 
@@ -43,12 +52,26 @@ _LARGEST_ERROR = {torch.float64: 1e-9, torch.float32: 1e-4}  # of a gradient in 
 @contextmanager
 def _exact_inside(module: nn.Module) -> Iterator[None]:
     """Run converted modules inside of a module exactly: they learn nothing, and take no seeds."""
+    children = [one for one in module.modules() if one is not module and isinstance(one, ConvertedModule)]
     with ExitStack() as stack:
-        for child in module.modules():
-            if child is not module and isinstance(child, ConvertedModule):
+        for child in children:
+            if "forward" not in vars(child):  # else another library has replaced it
                 vars(child)["forward"] = original_forward(child)
                 stack.callback(vars(child).pop, "forward", None)
         yield
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Give a module's buffers the values back that they have now."""
+    before = {name: one.detach().clone() for name, one in module.named_buffers()}
+    try:
+        yield before
+    finally:
+        for name, one in module.named_buffers():
+            if name in before and not torch.equal(one, before[name]):
+                with torch.no_grad():
+                    one.copy_(before[name])
 
 
 class _Softmaxes(TorchFunctionMode):
@@ -66,89 +89,135 @@ class _Softmaxes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def look(module: Any, original: Callable[..., Any], arguments: Arguments, *, is_checked: bool = True) -> RegionForm:
-    """Find the region of a module, and check that it has the output and the gradients of autograd.
+class _Reads(TorchFunctionMode):
+    """Notes which of some tensors, or views of them, are read for more than their shape."""
 
-    It runs the module twice exactly and twice as a region, without a trace in its parameters or the random numbers.
+    def __init__(self, tensors: dict[int | str, Tensor]) -> None:
+        super().__init__()
+        self.keys, self.read = {id(one): key for key, one in tensors.items()}, set[int | str]()
+        self.held: list[Tensor] = list(tensors.values())  # an id is of one that lives
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        keys = {self.keys[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self.keys}
+        name = getattr(func, "__name__", "")
+        name = getattr(func.__self__, "__name__", "") if name == "__get__" else name
+        if keys and name in _VIEWS and isinstance(found, Tensor):
+            self.keys[id(found)] = keys.pop()
+            self.held.append(found)
+        elif keys and name not in _SHAPES:
+            self.read |= keys
+        return found
+
+
+def look(
+    module: Any, linears: Sequence[str], original: Callable[..., Any], arguments: Arguments, *, is_checked: bool = True
+) -> RegionForm:
+    """Find the region of a module, and check that its outputs have the values and the gradients of autograd.
+
+    It runs the module exactly and as a region, without a trace in parameters, buffers or random numbers.
     """
     device = next(one for one in tree_leaves(arguments) if isinstance(one, Tensor)).device
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with identity, random_kept(device), _exact_inside(module), torch.enable_grad():
+    kept = _buffers_kept(module) if is_checked else nullcontext({})
+    with identity, random_kept(device), _exact_inside(module), torch.enable_grad(), kept as buffers:
         state = random_state(device)
         try:
-            return _look(module, original, arguments, device, state, is_checked)
+            return _look(module, linears, original, arguments, state, buffers if is_checked else None)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of code that is not made to run again
+        except (Exception, Different, Filled) as error:  # of code that is not made to run again
             return RegionForm(reason=f"its code cannot run again ({type(error).__name__}: {str(error)[:200]})")
 
 
 def _look(
-    module: Any, original: Callable[..., Any], arguments: Arguments, device: torch.device, state: Tensor, checked: bool
+    module: Any,
+    linears: Sequence[str],
+    original: Callable[..., Any],
+    arguments: Arguments,
+    state: Tensor,
+    buffers: dict[str, Tensor] | None,
 ) -> RegionForm:
-    given = _detached(arguments)
-    calls: list[tuple[str, Tensor, Tensor, int]] = []
+    given, calls = _detached(arguments), list[tuple[str, Tensor, Tensor, int]]()
+    before = {id(one) for one in _tensors_of(module, given)}
 
     def called(name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = run(*args, **kwargs)
         calls.append((name, args[0], output, output._version))
         return output
 
-    with intercepted(module, called), _Softmaxes(calls) as seen:
+    with intercepted(module, linears, called), _Softmaxes(calls) as seen:
         output = original(*positional(given), **named(given))
     form = _found(given, calls, seen.last)
     if 0 < seen.choice <= form.calls:
         form.reason = "it chooses by its scores, and decoded ones would choose otherwise"
+    elif any(one.requires_grad and id(one) not in before for one in _tensors_of(module, given)):
+        form.reason = "it leaves tensors that have a gradient where other code may read them"
+    elif buffers is not None and any(not torch.equal(one, buffers[name]) for name, one in module.named_buffers()):
+        form.reason = "it changes its buffers"
     if form.reason:
         return form
-    leaves = leaves_of(output)[0]
-    value = calls[form.calls][1] if form.sink else next(one for one in leaves if isinstance(one, Tensor))
     form.writes = any(one._version != version for _, _, one, version in calls[: form.calls])
-    first = next((i for i, one in enumerate(leaves) if isinstance(one, Tensor)), None)
-    form.outputs = tuple(
-        i for i, one in enumerate(leaves) if i != first and isinstance(one, Tensor) and one.requires_grad
-    )
-    inputs = [one for one in tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad]
-    wanted = [*inputs, *(one for one in own_parameters(module) if one.requires_grad)]
-    y = torch.ones_like(value) if not checked else _directions(value)
-    expected = torch.autograd.grad(value, wanted, y, allow_unused=True)
-    outs = [one.detach().requires_grad_() for _, _, one, _ in calls[: form.calls]]
-    if form.writes:  # they have changed since
-        outs = [torch.zeros_like(one, requires_grad=True) for one in outs]
-    # The same arguments, as leaves that reach the region past the sources.
+    outs = [torch.zeros_like(one, requires_grad=True) for _, _, one, _ in calls[: form.calls]]
     again = _detached(arguments)
-    set_random_state(device, state)
-    reached = [(key, one) for key, one in again.items() if isinstance(one, Tensor) and one.requires_grad]
-    there = torch.autograd.grad(
-        replay(module, form, outs, again), [*outs, *(one for _, one in reached)], y, allow_unused=True
-    )
-    form.free = frozenset(key for (key, _), one in zip(reached, there[len(outs) :], strict=True) if one is None)
-    if not checked:
+    floats = {key: one for key, one in again.items() if isinstance(one, Tensor) and one.requires_grad}
+    with _Reads(floats) as reads:
+        replay(module, linears, form, outs, again)
+    form.free = frozenset(floats.keys() - reads.read)
+    if buffers is None:
         return form
-    set_random_state(device, state)
+    wanted = [*_floats(given), *(one for one in module.parameters() if one.requires_grad)]
+    exact = _floats(output)
+    if any(id(one) not in set(map(id, wanted)) for one in _graph_leaves(exact)):
+        form.reason = "it reads parameters, or tensors that have a gradient, which are neither its own nor arguments"
+        return form
+    directions = [_directions(one) for one in exact]
+    expected = torch.autograd.grad(exact, wanted, directions, allow_unused=True)
+    set_random_state(exact[0].device, state)
     last = _detached(arguments)
-    run = RegionRun(module, original, form, last, SavingCall(), [0] * form.calls, _WIDTH, is_coded=False)
-    inputs = [one for one in tree_leaves(last) if isinstance(one, Tensor) and one.requires_grad]
-    wanted = [*inputs, *(one for one in own_parameters(module) if one.requires_grad)]
-    found_value = _value_of(run)
-    found = torch.autograd.grad(found_value, wanted, y, allow_unused=True)
-    form.reason = _difference(value, found_value, expected, found)
+    run = RegionRun(module, linears, original, form, last, SavingCall(), [0] * form.calls, _WIDTH, is_coded=False)
+    wanted = [*_floats(last), *(one for one in module.parameters() if one.requires_grad)]
+    made = leaves_of(run.forward())[0]
+    made = [
+        made[place] for place, one in enumerate(leaves_of(output)[0]) if isinstance(one, Tensor) and one.requires_grad
+    ]
+    if not all(one.requires_grad for one in made):
+        form.reason = "run again, its code gives no gradient where autograd gives one"
+        return form
+    found = torch.autograd.grad(made, wanted, directions, allow_unused=True)
+    form.reason = _difference(exact, made, expected, found)
     return form
 
 
-def _value_of(run: RegionRun) -> Tensor:
-    """Run a region up to its sink."""
-    join = run.joined
+def _floats(tree: Any) -> list[Tensor]:
+    return [one for one in leaves_of(tree)[0] if isinstance(one, Tensor) and one.requires_grad]
 
-    def stop(value: Tensor, which: Which = None) -> Tensor:
-        raise Stop(join(value, which))
 
-    run.joined = stop
-    try:
-        run.forward()
-    except Stop as stopped:
-        return stopped.value
-    raise RuntimeError("its sink was not called")
+def _tensors_of(module: nn.Module, arguments: Arguments) -> list[Tensor]:
+    """Return the tensors in arguments, in objects among them, and in attributes of modules."""
+    leaves = leaves_of(arguments)[0]
+    objects = [one for one in leaves if not isinstance(one, Tensor | nn.Module) and not is_cache(one)]
+    held = [dict(one) if isinstance(one, Mapping) else getattr(one, "__dict__", None) for one in objects]
+    held += [
+        {name: one for name, one in vars(inner).items() if name not in ("_parameters", "_buffers", "_modules")}
+        for inner in module.modules()
+    ]
+    return [one for one in [*leaves, *tree_leaves(held)] if isinstance(one, Tensor)]
+
+
+def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors for which a backward pass from here would accumulate a gradient."""
+    nodes, seen, found = [one.grad_fn for one in outputs], set[Any](), list[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        nodes += [one for one, _ in node.next_functions]
+    return found
 
 
 def _detached(arguments: Arguments) -> Arguments:
@@ -157,7 +226,7 @@ def _detached(arguments: Arguments) -> Arguments:
     made = [None if is_cache(one) else one for one in leaves]
     for i, one in enumerate(made):
         if isinstance(one, Tensor):
-            made[i] = one.detach().requires_grad_() if one.is_floating_point() else one.detach()
+            made[i] = one.detach().requires_grad_() if one.is_floating_point() else one.detach().clone()
     return tree_unflatten(made, spec)
 
 
@@ -168,8 +237,8 @@ def _directions(value: Tensor) -> Tensor:
 
 def _found(arguments: Arguments, calls: Sequence[tuple[str, Tensor, Tensor, int]], last: int) -> RegionForm:
     """Find sources and sink. last: Calls of linear layers before the last softmax; 0 if none was seen."""
-    storages = {one.untyped_storage()._cdata for one in tree_leaves(arguments) if isinstance(one, Tensor)}
-    is_argument = [x.untyped_storage()._cdata in storages for _, x, _, _ in calls]
+    given = {id(one) for one in leaves_of(arguments)[0]}
+    is_argument = [id(x) in given for _, x, _, _ in calls]
     if not last:  # in a kernel that is no function of PyTorch: the last layer is the sink, unless it reads an argument
         last = len(calls) - (0 if is_argument[-1:] == [True] else 1)
     if last < 1:
@@ -181,21 +250,23 @@ def _found(arguments: Arguments, calls: Sequence[tuple[str, Tensor, Tensor, int]
 
 
 def _difference(
-    value: Tensor, found: Tensor, expected: Sequence[Tensor | None], got: Sequence[Tensor | None]
+    exact: Sequence[Tensor], made: Sequence[Tensor], expected: Sequence[Tensor | None], got: Sequence[Tensor | None]
 ) -> str | None:
     """Say how a region differs from autograd; None if it does not."""
-    limit = _LARGEST_ERROR.get(value.dtype, 1e-2)
-    if not _is_near(value.detach(), found.detach(), limit):
+    limit = _LARGEST_ERROR.get(exact[0].dtype, 1e-2)
+    if not all(_is_near(one.detach(), other.detach(), limit) for one, other in zip(exact, made, strict=True)):
         return "run again, its code has another output"
+    # What is 0 but for rounding, as the gradient of a key's bias, has an error relative to the others.
+    least = 0.01 * max((float(one.double().norm()) for one in expected if one is not None), default=0.0)
     for one, other in zip(expected, got, strict=True):
         only = other if one is None else one
-        if (one is None) != (other is None) and only is not None and bool(only.any()):
+        if (one is None) != (other is None) and only is not None and float(only.double().norm()) > limit * least:
             return "run again, its code gives no gradient where autograd gives one"
-        if one is not None and other is not None and not _is_near(one, other, limit):
+        if one is not None and other is not None and not _is_near(one, other, limit, least):
             return "run again, its code has another gradient"
     return None
 
 
-def _is_near(one: Tensor, other: Tensor, limit: float) -> bool:
+def _is_near(one: Tensor, other: Tensor, limit: float, least: float = 0.0) -> bool:
     one, other = one.double(), other.double()
-    return bool((one - other).norm() <= limit * one.norm())
+    return float((one - other).norm()) <= limit * max(float(one.norm()), least)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
 from rmm_linear.activations.base import SavingCall
+from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.regions import pack_source, unpack_source
 
@@ -35,6 +37,10 @@ class Stop(BaseException):
         self.value = value
 
 
+class Different(BaseException):
+    """Leaves a module's forward where a source reads what no source of its class did in the first call."""
+
+
 class Filled(BaseException):
     """Leaves a module's forward where it reads a cache that is not empty, as a second run would not find it again."""
 
@@ -49,7 +55,6 @@ class RegionForm:
         reads: Whether a source reads what the module has made, so that gradients are on up to the last one.
         writes: Whether the module writes into the output of a source.
         free: Arguments that nothing but sources read: the region runs without their values.
-        outputs: Places of further outputs that need a gradient, among the leaves of the module's output.
         reason: Why modules of this class stay exact; None if they do not.
     """
 
@@ -58,7 +63,6 @@ class RegionForm:
     reads: bool = False
     writes: bool = False
     free: frozenset[int | str] = frozenset()
-    outputs: tuple[int, ...] = ()
     reason: str | None = None
 
 
@@ -74,7 +78,8 @@ class Scores(TorchFunctionMode):
         if func in SOFTMAX:
             self.found.append((args[0] if args else kwargs["input"]).detach())
         elif func is F.scaled_dot_product_attention and len(args) > 1 and args[0].shape[:-2] == args[1].shape[:-2]:
-            self.found.append(args[0].detach() @ args[1].detach().transpose(-1, -2) * args[0].shape[-1] ** -0.5)
+            queries = args[0].detach()[..., :: max(1, args[0].shape[-2] // 64), :]  # some, as keys may be many
+            self.found.append(queries @ args[1].detach().transpose(-1, -2) * args[0].shape[-1] ** -0.5)
         return func(*args, **(kwargs or {}))
 
 
@@ -119,6 +124,7 @@ class RegionRun:
     """One call of a module as a region, and then all that its backward pass needs besides tensors."""
 
     module: Any
+    linears: Sequence[str]  # names of its linear layers
     original: Callable[..., Any]
     form: RegionForm
     arguments: Arguments
@@ -140,20 +146,23 @@ class RegionRun:
         """Run the module."""
         first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
         self.device, self.autocast = first.device, autocast_now([first.device.type])
+        self.modes = [one.training for one in self.module.modules()]
+        self.own = {name: one for name, one in own_parameters(self.module, self.linears).items() if one.requires_grad}
+        self.given = {one.untyped_storage()._cdata for one in tree_leaves(self.arguments) if isinstance(one, Tensor)}
         before = random_state(self.device)
         torch.set_grad_enabled(self.form.reads)
         try:
-            with intercepted(self.module, self._called), self._caching():
+            with intercepted(self.module, self.linears, self._called), self._caching():
                 output = self.original(*positional(self.arguments), **named(self.arguments))
-        except Filled:
+        except (Filled, Different):
             set_random_state(self.device, before)
             raise
         finally:
             torch.set_grad_enabled(True)
-        if not self.is_done or self.form.outputs:
-            output = self._joined_output(output)
+        output = self._joined_output(output)
         # The node holds this object, and its tensors as saved ones, which hooks may replace.
         self.outs, self.stored, self.after, self.drawn, self.arguments = [], [], [], {}, {}
+        self.own = dict.fromkeys(self.own)
         return output
 
     def _called(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +177,8 @@ class RegionRun:
             output = original(self.joined(args[0]), *args[1:], **kwargs)
             self.sink_shape = output.shape
             return output
+        if not self.form.reads and args[0].untyped_storage()._cdata not in self.given:
+            raise Different
         output = original(*args, **kwargs)
         self._add(output, place)
         torch.set_grad_enabled(self.form.reads and place + 1 < self.form.calls)
@@ -196,7 +207,7 @@ class RegionRun:
         if self.scores is not None and which is None:
             self._compare(self.scores)
         kept = [one for one in self._kept() if one.requires_grad]
-        return RegionFunction.run(value, self, which, *self.outs, *kept, *self.parameters())
+        return RegionFunction.run(value, self, which, *self.outs, *kept, *self.own.values())
 
     @contextmanager
     def _caching(self) -> Iterator[None]:
@@ -235,10 +246,24 @@ class RegionRun:
         ):
             outs = [self._decoded(i, one) for i, one in enumerate(self.stored)]
             arguments = {key: None if is_cache(one) else one for key, one in self.arguments.items()}
-            replay(self.module, self.form, outs, arguments, self.drawn, self.sink_shape)
+            self.again(outs, arguments, self.drawn)
         if len(exact) == len(scores.found):
             self.errors = list(zip(exact, scores.found, strict=True))
         scores.found = []
+
+    def again(
+        self, outs: Sequence[Tensor], arguments: Arguments, states: dict[int, Tensor] | None = None, which: Which = None
+    ) -> Tensor:
+        """Run the module again in the modes that it had, see :func:`replay`."""
+        modules = list(self.module.modules())
+        now = [one.training for one in modules]
+        try:
+            for one, mode in zip(modules, self.modes, strict=True):
+                one.training = mode
+            return replay(self.module, self.linears, self.form, outs, arguments, states, self.sink_shape, which)
+        finally:
+            for one, mode in zip(modules, now, strict=True):
+                one.training = mode
 
     def _decoded(self, place: int, stored: Tensor) -> Tensor:
         shape, dtype = self.like[place]
@@ -248,15 +273,14 @@ class RegionRun:
     def _joined_output(self, output: Any) -> Any:
         """Do so with those leaves of the module's output that the region has made."""
         leaves, spec = leaves_of(output)
-        places = self.form.outputs
+        first = None
         if not self.is_done:  # the region ends with the module
             self._note_draws(len(self.like) - 1)
             first = next(i for i, one in enumerate(leaves) if isinstance(one, Tensor))
             leaves[first] = self.joined(leaves[first])
-            places = tuple(place for place in places if place != first)
-        for place in places:
-            one = leaves[place] if place < len(leaves) else None
-            if isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad:
+        for place, one in enumerate(leaves):
+            is_made = isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad
+            if place != first and is_made and one.untyped_storage()._cdata not in self.given:
                 leaves[place] = self.joined(one, place)
         return tree_unflatten(leaves, spec)
 
@@ -265,15 +289,11 @@ class RegionRun:
         kept = [value for key, value in self.arguments.items() if key not in self.form.free]
         return [one for one in leaves_of(kept)[0] if isinstance(one, Tensor)]
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are read in the region and need a gradient."""
-        return [one for one in own_parameters(self.module) if one.requires_grad]
 
-
-def own_parameters(module: Any) -> list[nn.Parameter]:
-    """The parameters of a module that are in none of its linear layers."""
-    linears = {id(one) for name in module.rmm_linears for one in module.get_submodule(name).parameters()}
-    return [one for one in module.parameters() if id(one) not in linears]
+def own_parameters(module: Any, linears: Sequence[str]) -> dict[str, Tensor]:
+    """Return the parameters of a module that are in none of its linear layers, by name."""
+    inside = {id(one) for name in linears for one in module.get_submodule(name).parameters()}
+    return {name: one for name, one in module.named_parameters() if id(one) not in inside}
 
 
 def positional(arguments: Arguments) -> list[Any]:
@@ -287,9 +307,9 @@ def named(arguments: Arguments) -> dict[str, Any]:
 
 
 @contextmanager
-def intercepted(module: Any, called: Callable[..., Any]) -> Iterator[None]:
+def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[None]:
     """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
-    children = {name: module.get_submodule(name) for name in module.rmm_linears}
+    children = {name: module.get_submodule(name) for name in linears}
     before = {name: vars(child).get("forward") for name, child in children.items()}
     try:
         for name, child in children.items():
@@ -328,7 +348,7 @@ class RegionFunction(SavingFunction):
             ctx.values[key] = held, spec
         ctx.tensors = len(tensors)
         states = [run.drawn[place] for place in ctx.drawn]
-        ctx.save_for_backward(*run.stored, *tensors, *states, *run.parameters())
+        ctx.save_for_backward(*run.stored, *tensors, *states, *run.own.values())
         ctx.set_materialize_grads(False)
         return as_no_view(value)
 
@@ -343,15 +363,18 @@ class RegionFunction(SavingFunction):
         calls, saved = ctx.calls, ctx.saved_tensors
         tensors = saved[calls : calls + ctx.tensors]
         states = dict(zip(ctx.drawn, saved[calls + ctx.tensors :], strict=False))
+        # As they were: the module's own may be swapped or frozen by now, and may have hooks.
+        own = [one.detach().requires_grad_() for one in saved[len(saved) - len(run.own) :]]
         outs = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
         wanted = [one.requires_grad_() for one in outs]
         arguments, reached = {}, []
         for key, (held, spec) in ctx.values.items():
             leaves = [one.tensor(tensors, reached) if isinstance(one, _Placed) else one for one in held]
             arguments[key] = tree_unflatten(leaves, spec)
-        wanted += [*reached, *run.parameters()]
-        with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device):
-            value = replay(run.module, run.form, outs, arguments, states, run.sink_shape, ctx.which)
+        wanted += [*reached, *own]
+        swapped = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True)))
+        with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
+            value = run.again(outs, arguments, states, ctx.which)
             found = torch.autograd.grad(value, wanted, y, allow_unused=True)
         return None, None, None, *found
 
@@ -390,6 +413,7 @@ class _AbsentTensor(_Placed):
 
 def replay(
     module: Any,
+    linears: Sequence[str],
     form: RegionForm,
     outs: Sequence[Tensor],
     arguments: Arguments,
@@ -416,7 +440,7 @@ def replay(
 
     original = original_forward(module)
     try:
-        with intercepted(module, called):
+        with intercepted(module, linears, called):
             output = original(*positional(arguments), **named(arguments))
     except Stop as stop:
         return stop.value
@@ -428,8 +452,8 @@ def replay(
 
 def original_forward(module: Any) -> Callable[..., Any]:
     """Return the forward that a module had before it was converted, or has."""
-    kind = next(one for one in type(module).__mro__ if not one.__module__.startswith("rmm_linear."))
-    return kind.forward.__get__(module)
+    found = (one for one in type(module).__mro__ if "forward" in vars(one) and not issubclass(one, ConvertedModule))
+    return next(found).forward.__get__(module)
 
 
 @contextmanager

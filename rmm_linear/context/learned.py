@@ -187,8 +187,8 @@ class ScoreSpread(Learned):
             found.append(
                 variance.reshape(exact.shape[0], -1).mean(0).amax().sqrt().double() * (MOST_SPREAD / MOST_ERROR)
             )
-        if found and self.is_observing:
-            most = torch.stack(found).amax()
+        if self.is_observing:  # nothing is seen of a kernel that is no function of PyTorch
+            most = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64)
             self.unread.append(torch.stack([most, *[torch.zeros_like(most)] * 3]))
 
     def add(self, values: list[float]) -> None:
