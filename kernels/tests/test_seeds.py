@@ -18,15 +18,6 @@ SEEDS = [5, -7, 2**31 - 1, 2**31, -(2**31) - 1, 2**40 + 3, 2**63 - 1, -(2**63)]
 SINGLE = torch.float32
 
 
-def codes(x, bits):
-    return torch.zeros(len(x), -(-x.shape[1] * bits // 8), dtype=torch.uint8, device=x.device)
-
-
-def derived(x, run, seed):
-    found = codes(x, 4)
-    return run(x, found, "gelu", (), (-0.13, 0.09), 4, seed), found
-
-
 # Each of a matrix and seeds, two of them where two matrices are packed.
 CALLS = {
     "pack": lambda make, x, seed: make.pack(x, 3, seed),
@@ -37,8 +28,6 @@ CALLS = {
     "rademacher": lambda make, x, seed: make.dense_sketch(x, seed, "rademacher", len(x) or 1, 4, bits=4),
     "pack_norm": lambda make, x, seed: make.pack_norm(x, 4, seed, 1e-5),
     "normalize_and_pack": lambda make, x, seed: make.normalize_and_pack(x, None, None, (SINGLE, SINGLE), 4, seed, 1e-5),
-    "pack_derivative": lambda make, x, seed: derived(x, make.pack_derivative, seed),
-    "activate_and_pack": lambda make, x, seed: derived(x, make.activate_and_pack, seed),
     "square_and_pack": lambda make, x, seed: make.square_and_pack(x, 4, seed),
     "pack_gated": lambda make, x, seed: sum(make.pack_gated(x, x, seed, "silu", 4), ()),
     "gate_and_pack": lambda make, x, seed: sum(make.gate_and_pack(x, x, seed, "silu", 4)[1], ()),

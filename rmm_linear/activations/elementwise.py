@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
-from rmm_linear.layers.function import SavingFunction
+from rmm_linear.layers.function import SavingFunction, graph_leaves
 from rmm_linear.ops.regions import pack_source, unpack_source
 from rmm_linear.sketches.seeds import draw_seed
 
@@ -76,30 +76,30 @@ def is_elementwise(module: nn.Module) -> bool:
     """
     if any(True for _ in module.children()) or any(vars(module)[name] for name in ("_parameters", "_buffers")):
         return False
-    tried, numbers = copy.copy(module), torch.Generator().manual_seed(0)
+    numbers = torch.Generator().manual_seed(0)
     x, order = torch.randn(6, 10, generator=numbers) * 3, torch.randperm(60, generator=numbers)
-    permuted, changed = x.flatten()[order].view(6, 10), x.clone()
-    changed[2, 3] += 1
-    saved: list[int] = []
-    forward = type(module).forward
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            with torch.no_grad():
-                before = x.clone()
-                y, again = forward(tried, x), forward(tried, before)
-                if (
-                    not isinstance(y, Tensor)
-                    or y.shape != x.shape
-                    or y.dtype != x.dtype
-                    or y.data_ptr() == x.data_ptr()
-                ):
-                    return False
-                if not torch.equal(x, before) or not torch.equal(y, again):
-                    return False
-                is_permuted = torch.equal(forward(tried, permuted), y.flatten()[order].view(6, 10))
-                others = (forward(tried, changed) != y).sum()
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes), _same):
-                forward(tried, x.requires_grad_())
-    except Exception:
+            return all(_is_elementwise(module, x, order, is_training) for is_training in (True, False))
+    except Exception:  # of what takes something else
         return False
-    return is_permuted and int(others) <= 1 and sum(saved) > 0
+
+
+def _is_elementwise(module: nn.Module, x: Tensor, order: Tensor, is_training: bool) -> bool:
+    tried, forward = copy.copy(module), type(module).forward
+    tried.training = is_training
+    permuted, changed, before = x.flatten()[order].view(6, 10), x.clone(), x.clone()
+    changed[2, 3] += 1
+    with torch.no_grad():
+        y, again = forward(tried, x), forward(tried, before)
+        if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype) or y.data_ptr() == x.data_ptr():
+            return False
+        if not torch.equal(x, before) or not torch.equal(y, again):
+            return False
+        is_permuted = torch.equal(forward(tried, permuted), y.flatten()[order].view(6, 10))
+        others = (forward(tried, changed) != y).sum()
+    saved, leaf = list[int](), x.clone().requires_grad_()
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes), _same):
+        found = forward(tried, leaf)
+    is_alone = all(one is leaf for one in graph_leaves([found]))  # no parameter of another module
+    return is_permuted and int(others) <= 1 and sum(saved) > 0 and is_alone

@@ -19,7 +19,9 @@ those of autograd. Where they are not, the module stays exact and says so.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,6 +40,8 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import ScoreSpread
 from rmm_linear.context.surroundings import in_backward
 from rmm_linear.sketches.seeds import draw_seed, is_capturing, seeds_of
+
+logger = logging.getLogger(__name__)
 
 _WIDE = 8  # bits where scores spread far
 _TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
@@ -63,6 +67,8 @@ class PackedRegion(AttendingModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, in training as a region; exactly in compiled code."""
         original = super().forward
+        if self.training and torch.compiler.is_compiling():
+            _warn_of_compiler(type(self).__name__.removeprefix("Packed"))
         if not self.training or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes 3 µs
@@ -125,6 +131,22 @@ class PackedRegion(AttendingModule):
     def _spread(self) -> ScoreSpread | None:
         spread = None if self.rmm_context is None else self.rmm_context.learned.get(self.rmm_index)
         return spread if isinstance(spread, ScoreSpread) else None
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_compiler(kind: str) -> bool:
+    """Say once for a class that compiled code runs it exactly; as it is traced."""
+    _warn(kind)
+    return True
+
+
+@functools.cache
+def _warn(kind: str) -> None:
+    logger.warning(
+        "Compiled code runs the attention of %s exactly, and saves for it what it saved before. Use "
+        "attn_implementation='sdpa' where the model has it, or leave such modules out of torch.compile.",
+        kind,
+    )
 
 
 def reads_softmax(module: nn.Module) -> bool:

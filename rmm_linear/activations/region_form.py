@@ -32,6 +32,7 @@ from rmm_linear.activations.region_run import (
     set_random_state,
 )
 from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.layers.function import graph_leaves
 
 _CHOICES = {torch.topk, torch.argmax, torch.sort, torch.argsort, torch.multinomial}
 _CHOICES |= {getattr(Tensor, one.__name__) for one in _CHOICES}
@@ -168,7 +169,7 @@ def _look(
         return form
     wanted = [*_floats(given), *(one for one in module.parameters() if one.requires_grad)]
     exact = _floats(output)
-    if any(id(one) not in set(map(id, wanted)) for one in _graph_leaves(exact)):
+    if any(id(one) not in set(map(id, wanted)) for one in graph_leaves(exact)):
         form.reason = "it reads parameters, or tensors that have a gradient, which are neither its own nor arguments"
         return form
     directions = [_directions(one) for one in exact]
@@ -203,21 +204,6 @@ def _tensors_of(module: nn.Module, arguments: Arguments) -> list[Tensor]:
         for inner in module.modules()
     ]
     return [one for one in [*leaves, *tree_leaves(held)] if isinstance(one, Tensor)]
-
-
-def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors for which a backward pass from here would accumulate a gradient."""
-    nodes, seen, found = [one.grad_fn for one in outputs], set[Any](), list[Tensor]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        nodes += [one for one, _ in node.next_functions]
-    return found
 
 
 def _detached(arguments: Arguments) -> Arguments:

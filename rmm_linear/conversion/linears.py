@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,11 +90,31 @@ def _computes_linear(module: nn.Module) -> bool:
     if set(own) - {"weight", "bias"} or any(module.children()) or weight.is_meta or is_dtensor(weight):
         return False
     x = torch.arange(6 * module.in_features, device=weight.device).view(2, 3, -1).sin().to(weight.dtype)
+    mode = module.training
     try:
-        with torch.no_grad():
-            return torch.equal(type(module).forward(module, x), F.linear(x, weight, module.bias))
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []), torch.enable_grad():
+            for module.training in (True, False):
+                found, expected = (
+                    _outputs(run, x, weight, module.bias)
+                    for run in (lambda x: type(module).forward(module, x), lambda x: F.linear(x, weight, module.bias))
+                )
+                if not all(map(torch.equal, found, expected)):
+                    return False
     except Exception:  # of whatever it is written for
         return False
+    finally:
+        module.training = mode
+    return True
+
+
+def _outputs(
+    run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Return an output, and its gradients with respect to all that it should depend on."""
+    x = x.detach().requires_grad_()
+    output = run(x)
+    wanted = [x, *(one for one in (weight, bias) if one is not None and one.requires_grad)]
+    return [output, *torch.autograd.grad(output.square().sum(), wanted)]
 
 
 def replaced_reason(module: nn.Module) -> str | None:

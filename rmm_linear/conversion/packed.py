@@ -32,6 +32,7 @@ from rmm_linear.conversion.names import matches, output_heads
 from rmm_linear.layers.converted import joined_class
 from rmm_linear.packing.pointwise import Pointwise
 
+_WITHIN = "inside of an attention that runs again in the backward pass, and saves nothing for it"
 _UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: convert after its weights are there"
 
 
@@ -62,8 +63,12 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
     found: dict[str, PackedChoice] = {}
     skipped: dict[str, str] = {}
     choices = _choices(names, config)
+    within = _within_regions(choices, names, config)
     for module, name in names.items():
         choice = choices.get(module)
+        if choice is None and module in within and _choice(module, config, config.operations) is not None:
+            skipped[name] = _WITHIN
+            continue
         if choice is None:
             if "activation" in config.operations and lacks_weights(module):
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
@@ -98,12 +103,7 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
     """Map modules to what they save, for those of the selected operations that save something that can be packed."""
     found = {module: _choice(module, config.for_module(name), config.operations) for module, name in names.items()}
     chosen = {module: choice for module, choice in found.items() if choice is not None}
-    within = {
-        inner
-        for module, choice in chosen.items()
-        if choice.is_region and _skip_reason(module, names[module], config) is None
-        for inner in _between(module)
-    }
+    within = _within_regions(chosen, names, config)
     chosen = {module: choice for module, choice in chosen.items() if module not in within}
     if "activation" not in config.operations:
         return chosen
@@ -126,6 +126,14 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
             saved = f"its derivative, {gated_bits(config.for_module(names[module]))} bits"
             chosen[module] = PackedChoice("activation", module, saved, _change_class(module, PackedElementwise))
     return chosen
+
+
+def _within_regions(
+    choices: Mapping[nn.Module, PackedChoice], names: Mapping[nn.Module, str], config: RMMConfig
+) -> set[nn.Module]:
+    """Return the modules between the linear layers of modules whose attention is a region."""
+    regions = [one for one, choice in choices.items() if choice.is_region]
+    return {inner for one in regions if _skip_reason(one, names[one], config) is None for inner in _between(one)}
 
 
 def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> PackedChoice | None:

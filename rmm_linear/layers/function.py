@@ -10,7 +10,7 @@ Source: Bershatsky et al. 2022, arXiv 2201.13195, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,6 +52,21 @@ def as_no_view(output: Tensor) -> Tensor:
     two dimensions. Activations that work in place write into it.
     """
     return output if output.dim() == 2 else _unsafe_view(output, output.shape)
+
+
+def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors for which a backward pass from here would accumulate a gradient."""
+    nodes, seen, found = [one.grad_fn for one in outputs], set[Any](), list[Tensor]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.append(variable)
+        nodes += [one for one, _ in node.next_functions]
+    return found
 
 
 def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
