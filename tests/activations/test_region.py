@@ -421,3 +421,123 @@ def test_compiled_code_says_that_it_is_exact(caplog):
     (message,) = [one for one in caplog.messages if "Compiled code" in one]
     assert "the attention of Capped exactly" in message
     torch._dynamo.reset()
+
+
+class After(Scores):
+    """It reads a source behind the sink too."""
+
+    def forward(self, x, bias=None):
+        q, k, v = self.q(x), self.heads(self.k(x)), self.heads(self.v(x))
+        p = (self.heads(q) @ k.transpose(-1, -2)).softmax(-1)
+        return self.o((p @ v).transpose(1, 2).flatten(2)) * q.sigmoid(), None
+
+
+class Weighed(Scores):
+    """It reads the weight of a linear layer itself."""
+
+    def scores(self, scores, bias):
+        return scores * self.k.weight.square().mean()
+
+
+class Remembering(Scores):
+    """It leaves its probabilities where other code may read them."""
+
+    def kept(self, p):
+        self.last = p
+        return p
+
+
+class Counting(Scores):
+    """It counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def kept(self, p):
+        self.count += 1
+        return p
+
+
+class Borrowing(Scores):
+    """It reads a parameter of the model around it."""
+
+    def scores(self, scores, bias):
+        return scores + self.borrowed[0] * 2
+
+
+REASONS = {
+    After: "run again, its code has another gradient",
+    Weighed: "run again, its code has another gradient",
+    Remembering: "it leaves tensors that have a gradient where other code may read them",
+    Counting: "it changes its buffers",
+    Borrowing: "it reads parameters, or tensors that have a gradient, which are neither its own nor arguments",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_a_replay_cannot_repeat_stays_exact(kind):
+    model, exact, x = model_of(kind), model_of(kind), batch()
+    for one in (model, exact):
+        for attention in (one.first, one.second):
+            attention.borrowed = [one.bias]
+    convert(model, operations="attention")
+    for seed in (5, 6):
+        found, expected = step(model, seed, x), step(exact, seed, x)
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+    assert model.first.rmm_exact == REASONS[kind]
+    for one, other in zip(model.buffers(), exact.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Compared(Scores):
+    """It finds padding by the values of its input, which has no gradient from there."""
+
+    def forward(self, x, bias=None):
+        is_padding = (x == 0).all(-1)
+        q, k, v = (self.heads(one(x)) for one in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-1, -2)).masked_fill(is_padding[:, None, None], -math.inf)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+def test_an_input_whose_values_are_read_is_there_again():
+    model, exact, x = model_of(Compared), model_of(Compared), batch()
+    convert(model, operations="attention", attention_bits=8)
+    step(model, 5, x)  # without padding
+    x[1, TOKENS // 2 :] = 0
+    errors, expected = [], step(exact, 5, x)[1]
+    for draw in range(8):
+        model.first.rmm_context.salt = draw + 1
+        gradients = step(model, 5, x)[1]
+        errors.append(gradients["first.v.weight"] - expected["first.v.weight"])
+    assert float(torch.stack(errors).mean(0).norm()) < 0.02 * float(expected["first.v.weight"].norm())
+
+
+def changed_before_backward(model, x, change):
+    torch.manual_seed(5)
+    loss, _ = model(x)
+    change(model)
+    loss.backward()
+    return {name: one.grad for name, one in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.eval(),
+        lambda model: model.first.more.requires_grad_(False),
+        lambda model: revert(model) if isinstance(model.first, PackedRegion) else None,
+    ],
+)
+def test_what_changes_before_the_backward_pass_does_not_matter(change):
+    found = []
+    for is_changed in (False, True):
+        model, x = model_of(Dropped), batch()
+        convert(model, operations="attention")
+        step(model, 5, x)
+        model.zero_grad()
+        found.append(changed_before_backward(model, x, change if is_changed else lambda model: None))
+    for name, one in found[0].items():
+        other = found[1][name]
+        assert (one is None and other is None) or other is None or torch.equal(one, other), name
