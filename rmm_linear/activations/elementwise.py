@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear.activations.base import PackedModule, SavingCall
@@ -30,7 +31,8 @@ class PackedElementwise(PackedModule):
     def forward(self, *args: Any, **named: Any) -> Any:
         """Apply the module; exactly in compiled code, which would fix the derivative's graph."""
         input = args[0] if len(args) == 1 and not named else None
-        if not self.training or torch.compiler.is_compiling() or not isinstance(input, Tensor) or not input.dim():
+        is_tensor = type(input) in (Tensor, nn.Parameter, FakeTensor)  # no logits that are lazy, nor shards
+        if not self.training or torch.compiler.is_compiling() or not is_tensor or input is None or not input.dim():
             return super().forward(*args, **named)
         call = self._packed_call(tuple(input.shape[:-1]), input.device)
         if call.is_exact or not (torch.is_grad_enabled() and input.requires_grad and input.numel()):

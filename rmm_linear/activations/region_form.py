@@ -80,11 +80,14 @@ class _Softmaxes(TorchFunctionMode):
 
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
-        self.calls, self.last, self.choice = calls, 0, 0
+        self.calls, self.last, self.choice, self.is_plain = calls, 0, 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SOFTMAX or func is F.scaled_dot_product_attention:
             self.last = len(self.calls)
+        if func is F.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
+            self.is_plain = self.is_plain or (mask is not None and mask.requires_grad and mask.is_cpu)
         if func in _CHOICES:
             self.choice = len(self.calls)
         return func(*args, **(kwargs or {}))
@@ -158,6 +161,7 @@ def _look(
         form.reason = "it changes its buffers"
     if form.reason:
         return form
+    form.is_plain = seen.is_plain
     form.writes = any(one._version != version for _, _, one, version in calls[: form.calls])
     outs = [torch.zeros_like(one, requires_grad=True) for _, _, one, _ in calls[: form.calls]]
     again = _detached(arguments)
@@ -230,9 +234,10 @@ def _found(arguments: Arguments, calls: Sequence[tuple[str, Tensor, Tensor, int]
     if last < 1:
         return RegionForm(reason="no linear layer was called before its softmax")
     sink = calls[last][0] if last < len(calls) else None
-    if sink is not None and [name for name, *_ in calls].count(sink) > 1:
-        return RegionForm(reason=f"its {sink} is called more than once")
-    return RegionForm(last, sink, reads=not all(is_argument[:last]))
+    sinks = [name for name, *_ in calls[last:]].count(sink or "")
+    if any(name == sink for name, *_ in calls[:last]):
+        return RegionForm(reason=f"its {sink} is called before its softmax and behind it")
+    return RegionForm(last, sink, sinks, reads=not all(is_argument[:last]))
 
 
 def _difference(
@@ -240,8 +245,11 @@ def _difference(
 ) -> str | None:
     """Say how a region differs from autograd; None if it does not."""
     limit = _LARGEST_ERROR.get(exact[0].dtype, 1e-2)
-    if not all(_is_near(one.detach(), other.detach(), limit) for one, other in zip(exact, made, strict=True)):
-        return "run again, its code has another output"
+    for one, other in zip(exact, made, strict=True):
+        if not _is_near(one.detach(), other.detach(), limit):
+            return "run again, its code has another output"
+        if not torch.equal(one.detach(), other.detach()):
+            return "without gradients, its code has an output with other last bits"
     # What is 0 but for rounding, as the gradient of a key's bias, has an error relative to the others.
     least = 0.01 * max((float(one.double().norm()) for one in expected if one is not None), default=0.0)
     for one, other in zip(expected, got, strict=True):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,7 +25,9 @@ from rmm_linear.ops.regions import pack_source, unpack_source
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 Arguments = dict[int | str, Any]  # by position or name
-Which = int | tuple[int, int] | None  # a leaf of the output; the key or value of a call that fills a cache; the sink's
+# A leaf of the output, or below 0 what the sink gets in later calls; the key or value of a call that fills a cache;
+# what the sink gets in its first call.
+Which = int | tuple[int, int] | None
 PARTS = "self_attention_cache", "cross_attention_cache"  # of a cache that is two, of which a module fills one
 
 
@@ -52,16 +55,20 @@ class RegionForm:
     Attributes:
         calls: Calls of linear layers before the region.
         sink: Name of the linear layer behind it; None where it ends with the module.
+        sinks: Calls of the sink, each of which reads a value of the region.
         reads: Whether a source reads what the module has made, so that gradients are on up to the last one.
         writes: Whether the module writes into the output of a source.
+        is_plain: Whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient.
         free: Arguments that nothing but sources read: the region runs without their values.
         reason: Why modules of this class stay exact; None if they do not.
     """
 
     calls: int = 0
     sink: str | None = None
+    sinks: int = 0
     reads: bool = False
     writes: bool = False
+    is_plain: bool = False
     free: frozenset[int | str] = frozenset()
     reason: str | None = None
 
@@ -138,7 +145,7 @@ class RegionRun:
     after: list[Tensor] = field(default_factory=list)  # random states, behind each source
     drawn: dict[int, Tensor] = field(default_factory=dict)  # those from which the module has drawn numbers
     sink_shape: torch.Size | None = None
-    is_done: bool = False
+    sinks: int = 0  # calls of the sink
     scores: Scores | None = None
     errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # scores, and those of decoded values
 
@@ -152,7 +159,8 @@ class RegionRun:
         before = random_state(self.device)
         torch.set_grad_enabled(self.form.reads)
         try:
-            with intercepted(self.module, self.linears, self._called), self._caching():
+            kernels = sdpa_kernel(SDPBackend.MATH) if self.form.is_plain else nullcontext()
+            with intercepted(self.module, self.linears, self._called), self._caching(), kernels:
                 output = self.original(*positional(self.arguments), **named(self.arguments))
         except (Filled, Different):
             set_random_state(self.device, before)
@@ -167,14 +175,14 @@ class RegionRun:
 
     def _called(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a linear layer: a source, the sink, or one behind the region."""
-        if self.is_done:
+        if self.sinks and (name != self.form.sink or self.sinks == self.form.sinks):
             return original(*args, **kwargs)
         place = len(self.like)
         self._note_draws(place - 1)
         torch.set_grad_enabled(True)
         if name == self.form.sink:
-            self.is_done = True
-            output = original(self.joined(args[0]), *args[1:], **kwargs)
+            self.sinks += 1
+            output = original(self.joined(args[0], 1 - self.sinks if self.sinks > 1 else None), *args[1:], **kwargs)
             self.sink_shape = output.shape
             return output
         if not self.form.reads and args[0].untyped_storage()._cdata not in self.given:
@@ -274,7 +282,7 @@ class RegionRun:
         """Do so with those leaves of the module's output that the region has made."""
         leaves, spec = leaves_of(output)
         first = None
-        if not self.is_done:  # the region ends with the module
+        if not self.sinks:  # the region ends with the module
             self._note_draws(len(self.like) - 1)
             first = next(i for i, one in enumerate(leaves) if isinstance(one, Tensor))
             leaves[first] = self.joined(leaves[first])
@@ -375,6 +383,8 @@ class RegionFunction(SavingFunction):
         swapped = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True)))
         with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
             value = run.again(outs, arguments, states, ctx.which)
+            if not value.requires_grad:  # an output that depends on nothing that has a gradient
+                return (None,) * (3 + needed)
             found = torch.autograd.grad(value, wanted, y, allow_unused=True)
         return None, None, None, *found
 
@@ -425,16 +435,17 @@ def replay(
 
     states: Random states behind some sources. which: None is what the sink gets, or the first leaf of the output.
     """
-    place = 0
+    place = sinks = 0
 
     def called(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal place
+        nonlocal place, sinks
         if name != form.sink and place < len(outs):
             place += 1
             if states and place - 1 in states:
                 set_random_state(outs[0].device, states[place - 1])
             return outs[place - 1].clone() if form.writes else outs[place - 1]
-        if which is None:
+        sinks += name == form.sink
+        if which is None or (isinstance(which, int) and which < 0 and sinks == 1 - which):
             raise Stop(args[0])
         return args[0].new_zeros(()).expand(args[0].shape if sink_shape is None else sink_shape)
 

@@ -541,3 +541,22 @@ def test_what_changes_before_the_backward_pass_does_not_matter(change):
     for name, one in found[0].items():
         other = found[1][name]
         assert (one is None and other is None) or other is None or torch.equal(one, other), name
+
+
+class Twice(Scores):
+    """Its sink is called for two streams, as of attention with global tokens; its first parameter is read by both."""
+
+    def forward(self, x, bias=None):
+        q, k, v = (self.heads(one(x)) for one in (self.q, self.k, self.v))
+        p = (q @ k.transpose(-1, -2) * self.more).softmax(-1)
+        first = self.o((p @ v).transpose(1, 2).flatten(2))
+        return first + self.o((p.square() @ v * self.more).transpose(1, 2).flatten(2)).tanh(), None
+
+
+def test_a_sink_that_is_called_twice():
+    model, exact, x = model_of(Twice), model_of(Twice), batch()
+    convert(model, operations="attention", attention_bits=8)
+    assert torch.equal(step(model, 5, x)[0], step(exact, 5, x)[0])
+    (form,) = forms(model)
+    assert (form.sinks, form.reason) == (2, None)
+    assert_unbiased(model, exact, x)
