@@ -78,8 +78,9 @@ def test_logits_that_are_lazy_keep_their_gradient():
     model.zero_grad()
     convert(model, operations=("activation", "logits"))
     assert isinstance(model.cap, PackedElementwise)
+    model.get_output_embeddings().rmm_chunk = 7  # fewer than the rows, so that logits are lazy
     loss = model(ids)
-    assert torch.equal(loss, exact)
+    assert torch.allclose(loss, exact, rtol=1e-6)  # of chunks, in another order of sums
     loss.backward()
     found = model.model.get_output_embeddings().weight.grad
     assert float((found - wanted).norm()) < 0.1 * float(wanted.norm())  # of codes of 4 bits
