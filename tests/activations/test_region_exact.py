@@ -1,0 +1,110 @@
+"""Attention with code of its own that stays exact, since running it again would not repeat it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from region_helpers import Scores, batch, model_of, step
+
+from rmm_linear import convert, revert
+
+
+class Unrepeatable(Scores):
+    """Its random numbers are those of another library."""
+
+    numbers = np.random.default_rng(0)
+
+    def kept(self, p):
+        return p * torch.from_numpy(self.numbers.random(p.shape)).float()
+
+
+class Forgetful(Scores):
+    """Without gradients, it computes something else."""
+
+    def kept(self, p):
+        return p if torch.is_grad_enabled() else p.detach() * 1.01
+
+
+@pytest.mark.parametrize("kind", [Unrepeatable, Forgetful])
+def test_a_replay_that_differs_stays_exact_and_says_so(kind, caplog):
+    model, x = model_of(kind), batch()
+    convert(model, operations="attention")
+    with caplog.at_level(logging.WARNING):
+        found = step(model, 5, x)
+    assert "stays exact and saves what it saved before: run again, its code has another" in caplog.text
+    revert(model)
+    if kind is Forgetful:
+        expected = step(model, 5, x)
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(one, found[1][name]) for name, one in expected[1].items())
+
+
+class After(Scores):
+    """It reads a source behind the sink too."""
+
+    def forward(self, x, bias=None):
+        q, k, v = self.q(x), self.heads(self.k(x)), self.heads(self.v(x))
+        p = (self.heads(q) @ k.transpose(-1, -2)).softmax(-1)
+        return self.o((p @ v).transpose(1, 2).flatten(2)) * q.sigmoid(), None
+
+
+class Weighed(Scores):
+    """It reads the weight of a linear layer itself."""
+
+    def scores(self, scores, bias):
+        return scores * self.k.weight.square().mean()
+
+
+class Remembering(Scores):
+    """It leaves its probabilities where other code may read them."""
+
+    def kept(self, p):
+        self.last = p
+        return p
+
+
+class Counting(Scores):
+    """It counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def kept(self, p):
+        self.count += 1
+        return p
+
+
+class Borrowing(Scores):
+    """It reads a parameter of the model around it."""
+
+    def scores(self, scores, bias):
+        return scores + self.borrowed[0] * 2
+
+
+REASONS = {
+    After: "run again, its code has another gradient",
+    Weighed: "run again, its code has another gradient",
+    Remembering: "it leaves tensors that have a gradient where other code may read them",
+    Counting: "it changes its buffers",
+    Borrowing: "it reads parameters, or tensors that have a gradient, which are neither its own nor arguments",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_a_replay_cannot_repeat_stays_exact(kind):
+    model, exact, x = model_of(kind), model_of(kind), batch()
+    for one in (model, exact):
+        for attention in (one.first, one.second):
+            attention.borrowed = [one.bias]
+    convert(model, operations="attention")
+    for seed in (5, 6):
+        found, expected = step(model, seed, x), step(exact, seed, x)
+        assert torch.equal(found[0], expected[0])
+        assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+    assert model.first.rmm_exact == REASONS[kind]
+    for one, other in zip(model.buffers(), exact.buffers(), strict=True):
+        assert torch.equal(one, other)
