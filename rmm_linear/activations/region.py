@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _WIDE = 8  # bits where scores spread far
 _TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
+_CHANGING = "it calls its linear layers otherwise from call to call"
 _CHOICES = re.compile("topk|argmax|argsort|multinomial")
 _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_attn|flex_attention")
 
@@ -103,7 +104,8 @@ class PackedRegion(AttendingModule):
             self._note_exact("its KV cache is not empty")
             return original(*args, **kwargs)
         except Different:  # it does not do what others of its class do
-            vars(self)["rmm_form"] = look(self, self.rmm_linears, original, arguments)
+            again = None if self.rmm_form is None else RegionForm(reason=_CHANGING)
+            vars(self)["rmm_form"] = again or look(self, self.rmm_linears, original, arguments)
             return original(*args, **kwargs)
         spread.observe_errors(run.errors)
         run.errors.clear()
@@ -164,6 +166,8 @@ def reads_softmax(module: nn.Module) -> bool:
         spaces = [getattr(one, "__globals__", {}) for one in found]
         found = [space[name] for space in spaces for name in names if inspect.isfunction(space.get(name))]
         found += [one for name in names if inspect.isfunction(one := getattr(type(module), name, None))]
+        if "super" in names:
+            found += [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
     return False
 
 

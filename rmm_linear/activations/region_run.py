@@ -41,7 +41,7 @@ class Stop(BaseException):
 
 
 class Different(BaseException):
-    """Leaves a module's forward where a source reads what no source of its class did in the first call."""
+    """Leaves a module's forward where it calls or feeds its sources otherwise than in the first call of its class."""
 
 
 class Filled(BaseException):
@@ -185,7 +185,8 @@ class RegionRun:
             output = original(self.joined(args[0], 1 - self.sinks if self.sinks > 1 else None), *args[1:], **kwargs)
             self.sink_shape = output.shape
             return output
-        if not self.form.reads and args[0].untyped_storage()._cdata not in self.given:
+        is_given = self.form.reads or args[0].untyped_storage()._cdata in self.given
+        if not is_given or place == len(self.seeds):
             raise Different
         output = original(*args, **kwargs)
         self._add(output, place)
@@ -377,7 +378,9 @@ class RegionFunction(SavingFunction):
         wanted = [one.requires_grad_() for one in outs]
         arguments, reached = {}, []
         for key, (held, spec) in ctx.values.items():
-            leaves = [one.tensor(tensors, reached) if isinstance(one, _Placed) else one for one in held]
+            leaves = [
+                one.tensor(tensors, reached) if isinstance(one, _HeldTensor | _AbsentTensor) else one for one in held
+            ]
             arguments[key] = tree_unflatten(leaves, spec)
         wanted += [*reached, *own]
         swapped = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True)))
@@ -389,16 +392,10 @@ class RegionFunction(SavingFunction):
         return None, None, None, *found
 
 
-class _Placed:
-    """Stands for a tensor among arguments."""
-
-    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
-        """Return it for the replay, and add it to those that need a gradient."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class _HeldTensor(_Placed):
+class _HeldTensor:
+    """A tensor among arguments, by its place among those that are saved."""
+
     place: int
     needs_gradient: bool
 
@@ -410,7 +407,7 @@ class _HeldTensor(_Placed):
 
 
 @dataclass(frozen=True)
-class _AbsentTensor(_Placed):
+class _AbsentTensor:
     """A tensor that only sources read: NaN, so that a use of it is seen."""
 
     shape: torch.Size

@@ -108,3 +108,29 @@ def test_what_a_replay_cannot_repeat_stays_exact(kind):
     assert model.first.rmm_exact == REASONS[kind]
     for one, other in zip(model.buffers(), exact.buffers(), strict=True):
         assert torch.equal(one, other)
+
+
+class Growing(Scores):
+    """It calls a source once more from the second and again from the third call on."""
+
+    def scores(self, scores, bias):
+        for _ in range(self.extra):
+            scores = scores + self.heads(self.q(self.x)).mean()
+        return scores
+
+    def forward(self, x, bias=None):
+        self.x = x.detach()
+        return super().forward(x, bias)
+
+
+def test_sources_that_are_called_otherwise_are_looked_at_again_and_then_left_exact():
+    model, exact, x = model_of(Growing), model_of(Growing), batch()
+    convert(model, operations="attention")
+    for seed, extra in enumerate((0, 1, 1, 2, 2)):
+        for one in (model, exact):
+            one.first.extra = one.second.extra = extra
+        found, expected = step(model, seed, x), step(exact, seed, x)
+        assert torch.equal(found[0], expected[0])
+        assert found[1].keys() == expected[1].keys()
+    assert model.first.rmm_exact == "it calls its linear layers otherwise from call to call"
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
