@@ -1,7 +1,8 @@
 """Section ``steps`` of ``python -m benchmarks gpu``: forward and backward pass of blocks as users train them.
 
-Two blocks of RoBERTa-base and of LLaMA-1B in bfloat16, without embeddings and optimizer, on 16,384 tokens: exact,
-checkpointed, checkpointed with what is kept on the host, and converted. Every method runs in a process of its own. A
+Two blocks of RoBERTa-base, LLaMA-1B, Gemma-2-2B (eager attention, for its softcap) and a small Mixtral in bfloat16,
+without embeddings and optimizer, on 16,384 tokens: exact, checkpointed, checkpointed with what is kept on the host, and
+converted. Every method runs in a process of its own. A
 step takes the larger of what the host and what the device take, so both are there: the host's is the time until a step
 is issued, the device's the sum of its kernels.
 """
@@ -33,6 +34,12 @@ _SIZES: dict[str, dict[str, Any]] = {
     "roberta": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
     "llama-1b": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+    },
+    "gemma2-2b": {
+        "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8, "num_key_value_heads": 4,
+    },
+    "mixtral": {
+        "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
     },
 }  # fmt: skip
 _TINY: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
@@ -88,8 +95,10 @@ CASES = (
     Blocks("roberta", 32, 512, 0.1, 0.0),
     Blocks("roberta", 32, 512, 0.1, 0.1, is_padded=True),
     Blocks("llama-1b", 4, 4096),
+    Blocks("gemma2-2b", 8, 2048),
+    Blocks("mixtral", 4, 4096),
 )
-TINY = (Blocks("roberta", 2, 8, 0.1, 0.1), Blocks("llama-1b", 2, 8))
+TINY = (Blocks("roberta", 2, 8, 0.1, 0.1), *(Blocks(name, 2, 8) for name in ("llama-1b", "gemma2-2b", "mixtral")))
 
 
 def run_steps(path: Path, device: str, *, tiny: bool, timeout: float, commit: str) -> list[Step]:
@@ -186,10 +195,11 @@ def _model(blocks: Blocks, device: str) -> Any:
             config: Any = transformers.RobertaConfig(**shared, **p, max_position_embeddings=blocks.tokens + 2)  # pyright: ignore[reportArgumentType]
             model: Any = transformers.RobertaModel(config, add_pooling_layer=False)
         else:
-            model = build("Llama", "Model", **shared, use_cache=False)
+            kinds = {"llama-1b": "Llama", "gemma2-2b": "Gemma2", "mixtral": "Mixtral"}
+            model = build(kinds[blocks.name], "Model", **{"num_key_value_heads": 2} | shared, use_cache=False)
     model.to(torch.bfloat16 if device == "cuda" else torch.float32)
     model.get_input_embeddings().requires_grad_(False)
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager" if blocks.name == "gemma2-2b" else "sdpa")  # sdpa has no softcap
     return model.train()
 
 
