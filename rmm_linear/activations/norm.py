@@ -91,7 +91,8 @@ class PackedNorm(PackedModule):
                 stored = pack_norm(input, call.index, call.seed, norm.bits, form.eps_of(input.dtype), *form.layout)
             if entry is not None:
                 entry.saved = (stored,)
-        return NormFunction.run(input, weight, bias, stored, call.index, run, norm)
+        output = NormFunction.run(input, weight, bias, stored, call.index, run, norm)
+        return self._survey(input, output, super().forward, form.dims)
 
     def _normalize(self, norm: _Norm, casts: Casts, entry: CacheEntry | None, input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output and the packed copy, made in one pass inside of the autograd function."""

@@ -98,7 +98,8 @@ class PackedActivation(PackedModule):
         bits = self.rmm_function.bits(self.rmm_bits)
         is_fused = self.rmm_config.fused and not is_inplace and runs_fused(input, self.rmm_is_composed)
         exact = None if is_fused else super().forward
-        return PointwiseFunction.run(input, exact, is_inplace, self.rmm_function, bits, call)
+        output = PointwiseFunction.run(input, exact, is_inplace, self.rmm_function, bits, call)
+        return self._survey(input, output, super().forward)
 
 
 class PointwiseFunction(SavingFunction):

@@ -21,6 +21,7 @@ operators as before. Their dispatch modes tell them apart.
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Hashable
@@ -46,13 +47,16 @@ from rmm_linear.context.call_inputs import (
     waits,
 )
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.first_steps import StepChecks
+from rmm_linear.context.first_steps import StepChecks, shown
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, StepSeeds
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
+from rmm_linear.context.survey import Survey
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
+
+logger = logging.getLogger(__name__)
 
 
 class ModelContext:
@@ -66,6 +70,8 @@ class ModelContext:
         directions: The fixed directions of the inputs of layers that have some, by their index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         checks: Say which modules save nothing, after the first training step.
+        survey: What modules would keep that save codes; None but in the forward pass of the first training step.
+        kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
@@ -78,6 +84,7 @@ class ModelContext:
         self.learned: dict[int, Learned] = {}
         self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
+        self.kept_anyway: set[int] = set()
         self.salt = 0
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
@@ -87,6 +94,7 @@ class ModelContext:
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
         self.checks = StepChecks(self.names, self.config.min_rows)
+        self.survey: Survey | None = None
         self._inputs: list[CallInputs] = []  # of the modules that are running, the outermost first
         self._outermost: nn.Module | None = None
         self._pending = PendingForwards()
@@ -163,7 +171,7 @@ class ModelContext:
         yet, and while a graph is captured. The seed is None where the layer needs none.
         """
         held, inputs = self._pending.current, self._inputs
-        if held is None or not inputs or not self.checks.is_done:
+        if held is None or not inputs or not self.checks.is_done or index in self.kept_anyway:
             return None
         mask = inputs[-1].mask if masked else None
         ranks = None if mask is None or not mask.fits(shape) else mask.ranks
@@ -297,6 +305,17 @@ class ModelContext:
         self._pending.find()
         self._pending.backward_seen = True
 
+    def _finish_survey(self, survey: Survey, output: Any) -> None:
+        """Make the modules exact that free nothing, and say so."""
+        if found := survey.decide(output):
+            self.kept_anyway = self.kept_anyway.union(found)  # another set: what is set aside has the old one
+            logger.info(
+                "%d converted modules (%s) free nothing, as other operations keep the same tensors anyway: they are "
+                "exact from now on.",
+                len(found),
+                shown([self.names[index] for index in found]),
+            )
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
             return args, self.traced_masks.enter(module, self._signature(module), args, kwargs)
@@ -323,6 +342,8 @@ class ModelContext:
         if self.seeds.step is not None:  # of a pass in training, for recomputations after one in eval mode
             self._last_seeds = self.seeds
         self.seeds = StepSeeds()
+        if not self.checks.is_done:
+            self.survey = Survey()
         self.sketch_cache.clear()
         self._row_masks.clear()
         self._read_left_out()
@@ -355,6 +376,9 @@ class ModelContext:
             if not self._recomputing:
                 is_step = output is not None and module.training and torch.is_grad_enabled()
                 self.checks.finish(module) if is_step else self.checks.forget()
+                if self.survey is not None and is_step:
+                    self._finish_survey(self.survey, output)
+                self.survey = None
             if not self._recomputing:
                 self._pending.close(output)
             if self.seeds.step is not None and not self._recomputing:
@@ -365,12 +389,13 @@ class ModelContext:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
         fields = ("names", "config", "salt", "estimators", "learned", "directions", "sketch_cache")
-        fields += ("_signatures", "_handles", "_released")
+        fields += ("_signatures", "_handles", "_released", "kept_anyway")
         return {name: value for name, value in vars(self).items() if name in fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        vars(self).update({"learned": {}, "directions": {}, **state})  # which pickled contexts may not have
+        new = {"learned": {}, "directions": {}, "kept_anyway": set()}  # which pickled contexts may not have
+        vars(self).update({**new, **state})
         self._reset()
 
 

@@ -17,7 +17,7 @@ from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.exact import revert
-from rmm_linear.conversion.explained import explained
+from rmm_linear.conversion.explained import explained, keep_exact_on
 from rmm_linear.conversion.linears import (
     choose_linears,
     linear_features,
@@ -66,8 +66,8 @@ def convert(
         dry_run: Report what would be done and change nothing.
         example: A training batch (keyword arguments, a sequence of arguments, or one argument). The model runs on it,
             forward alone, and layers where a sketch would add bytes, because another operation saves their input
-            anyway, are skipped. The report then has the bytes that the whole model saves, before and after, unless
-            the exact model runs out of memory.
+            anyway, are skipped (without it, they are exact from the second training step on). The report then has the
+            bytes that the whole model saves, before and after, unless the exact model runs out of memory.
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, such as ``ratio=0.2``.
 
     Returns:
@@ -115,6 +115,7 @@ def convert(
         context.checks.said.add(CHECKPOINTED)
     if example is not None:
         try:
+            keep_exact_on(model, context, example)
             report = dataclasses.replace(report, memory=explained(model, report, example))
         except torch.OutOfMemoryError:  # of the exact model, for want of which it is converted
             logger.warning("What the whole model saves is not known: the exact one runs out of memory on the example.")

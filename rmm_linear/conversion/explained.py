@@ -5,16 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from rmm_linear.config import OPERATIONS
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import block_memory, inside, noting_recomputed
 from rmm_linear.conversion.exact import exact_but, set_aside
 from rmm_linear.conversion.explanation import Explanation, LayerMemory
 from rmm_linear.conversion.names import first_names
 from rmm_linear.conversion.remaining import Reasons, by_operation, still_saved
 from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
-from rmm_linear.memory.inputs import LayerInput, layer_inputs, saved_tensors, unsaved_reason
+from rmm_linear.memory.inputs import (
+    LayerInput,
+    call_with,
+    layer_inputs,
+    restored,
+    saved_tensors,
+    unsaved_reason,
+)
 from rmm_linear.memory.ledger import StorageKey
 
 _LOWERS_PEAK = "recomputed under activation checkpointing, where its sketch lowers the peak inside of the block"
@@ -57,6 +66,15 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
     compressed, remaining, kinds = still_saved(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
     return Explanation(layers, before.total, after.total, sums, remaining, compressed, block, report.unfused, kinds)
+
+
+def keep_exact_on(model: nn.Module, context: ModelContext, batch: Any) -> None:
+    """Make the modules exact that free nothing on a training batch, as the first training step does."""
+    with set_aside(model), restored(model), torch.enable_grad():
+        context.checks.is_done = False
+        call_with(model, batch)
+        found = context.kept_anyway
+    context.kept_anyway = found
 
 
 def _why_exact(report: ConversionReport, name: str, seen: LayerInput) -> str | None:

@@ -18,6 +18,7 @@ from rmm_linear.norm_estimators.registry import NONE
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
+_ANYWAY = f"another operation keeps what it would free, {_EXACT}"
 _STAYS = "stays: "
 _NOT_MEASURED = "To measure what the whole model saves, pass a batch: convert(model, example=batch)."
 
@@ -137,6 +138,11 @@ class ConversionReport:
         return {name: one.largest for name, one in spreads.items() if one.is_large}
 
     @property
+    def kept_anyway(self) -> list[str]:
+        """Names of the modules that are exact since the first step or the example, as a code frees nothing there."""
+        return [] if self.context is None else [self.context.names[index] for index in sorted(self.context.kept_anyway)]
+
+    @property
     def groups(self) -> list[tuple[str, ...]]:
         """Groups of names of layers that share one sketch of their common input."""
         if self.context is None:
@@ -168,7 +174,7 @@ class ConversionReport:
 
         Returns:
             A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
-            memory, rows, directions, wide_attention, groups, estimator_bytes and dry_run.
+            memory, rows, directions, wide_attention, kept_anyway, groups, estimator_bytes and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -186,6 +192,7 @@ class ConversionReport:
             "rows": self.rows,
             "directions": self.directions,
             "wide_attention": self.wide_attention,
+            "kept_anyway": self.kept_anyway,
             "groups": [list(group) for group in self.groups],
             "estimator_bytes": self.estimator_bytes,
             "dry_run": self.dry_run,
@@ -259,6 +266,8 @@ class ConversionReport:
     def _why_exact(self, module: ConvertedLayer | PackedEntry) -> str | None:
         if module.name in self.checkpointed and module.config.checkpointed == "exact":
             return RECOMPUTED
+        if module.name in self.kept_anyway:
+            return _ANYWAY
         seen = None if self.memory is None else self.memory.layers.get(module.name)
         reason = None if seen is None else seen.reason
         return reason if reason is not None and reason.endswith(_EXACT) else None

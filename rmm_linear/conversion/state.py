@@ -39,7 +39,8 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         The library's version, the names of the sketched layers, the groups of layers that share a sketch, what modules
-        have learned in their first steps, and the name of every layer's norm estimator.
+        have learned in their first steps, the modules that are exact because a code frees nothing, and the name of
+        every layer's norm estimator.
     """
     layers = sketched_layers(model)
     learned = _learned(model)
@@ -53,6 +54,7 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         "layers": list(layers),
         "groups": sorted(groups),
         "learned": {name: one.to_dict() for name, one in learned.items() if one.steps},
+        "kept_anyway": sorted({c.names[i] for c in _all_contexts(model) for i in c.kept_anyway}),
         "directions": {name: one.calls for name, one in _directions(layers).items() if one.calls},
         "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
     }
@@ -100,6 +102,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         groups = [tuple(map(str, group)) for group in state.get("groups", [])]
         learned = {str(name): dict(values) for name, values in state.get("learned", {}).items()}
         calls = {str(name): int(count) for name, count in state.get("directions", {}).items()}
+        exact = set(map(str, state.get("kept_anyway", ())))
         names = dict(state.get("norm_estimators", {}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
@@ -120,6 +123,12 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
                 "Convert the model with the configuration that the state was saved under."
             )
         replace(known[name]).load(values)  # an error leaves what is known unchanged
+    contexts = _all_contexts(model)
+    if unknown := sorted(exact.difference(*(context.names for context in contexts))):
+        raise ValueError(
+            f"The sketch state must be of a model with the same converted modules, got {unknown[0]!r} in addition. "
+            "Convert the model with the configuration that the state was saved under."
+        )
     bases, others = dict[str, Tensor](), dict[str, Tensor]()
     for key, tensor in (tensors or {}).items():
         name, _, part = key.rpartition(":")
@@ -142,6 +151,8 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         one.basis, one.calls, one.pending = None, 0, None
         if name in checked:
             one.load(*checked[name])
+    for context in contexts:
+        context.kept_anyway = {index for index, name in enumerate(context.names) if name in exact}
     for name, layer in layers.items():
         layer._set_estimator(estimators.get(name))
     for context, numbers in _contexts(layers).items():
@@ -164,13 +175,13 @@ def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
 
 def _learned(model: nn.Module) -> dict[str, Learned]:
     """What the modules of a model have learned, by their names at its conversion."""
-    contexts = {module.rmm_context: None for module in model.modules() if isinstance(module, ConvertedModule)}
-    return {
-        context.names[index]: one
-        for context in contexts
-        if context is not None
-        for index, one in sorted(context.learned.items())
-    }
+    contexts = _all_contexts(model)
+    return {context.names[index]: one for context in contexts for index, one in sorted(context.learned.items())}
+
+
+def _all_contexts(model: nn.Module) -> list[ModelContext]:
+    converted = (module for module in model.modules() if isinstance(module, ConvertedModule))
+    return list(dict.fromkeys(one.rmm_context for one in converted if one.rmm_context is not None))
 
 
 def _read_estimators(

@@ -14,6 +14,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import GradientRows, largest_of_rows
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, is_checkpointed
+from rmm_linear.context.survey import Exact
 from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
@@ -94,6 +95,13 @@ class ConvertedModule(nn.Module):
         on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
         return SavingCall(seed, mask, on_backward, False, forward_pass)
 
+    def _survey(self, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1) -> Tensor:
+        """Note a call that saves a code, in the first training step; returns the output."""
+        survey = None if self.rmm_context is None or torch.compiler.is_compiling() else self.rmm_context.survey
+        if survey is not None:
+            survey.note(self, input, output, run, dims)
+        return output
+
     def _refuse_transforms(self) -> None:
         """Refuse calls that run the forward pass without the backward pass that activations are compressed for."""
         if torch.compiler.is_compiling():
@@ -109,8 +117,12 @@ class ConvertedModule(nn.Module):
             )
 
     def _stays_exact(self, *, seeded: bool = True) -> bool:
-        """Say whether this call is checkpointed, which would drop what it compresses; ``seeded`` as for other calls."""
-        if self.rmm_config.checkpointed != "exact" or torch.compiler.is_compiling():
+        """Say whether a code is of no use to this call, or checkpointing drops it; ``seeded`` as for other calls."""
+        if torch.compiler.is_compiling():
+            return False
+        if self.rmm_context is not None and self.rmm_index in self.rmm_context.kept_anyway:
+            return True
+        if self.rmm_config.checkpointed != "exact":
             return False
         context, is_second, is_dropped = self.rmm_context, in_backward(), is_checkpointed()
         if not is_second:

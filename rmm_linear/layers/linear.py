@@ -108,7 +108,9 @@ class SketchedLayer(ConvertedModule):
             call = self._traced_call(input, spec, dtype)
         else:
             call = self._call(input, weight, spec, dtype, tuple(input.shape[:-1]) if shape is None else shape)
-        return saved_linear(input, weight, bias, call)
+        output = saved_linear(input, weight, bias, call)
+        is_own = weight.requires_grad and dtype in (None, input.dtype)  # the exact layer keeps its input, and no cast
+        return self._survey(input, output) if is_own and torch.is_grad_enabled() else output
 
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the output where nothing else looks, made with as little as possible; None for the general way."""

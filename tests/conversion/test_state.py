@@ -8,7 +8,7 @@ from torch import nn
 
 from rmm_linear import convert, load_sketch_state, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
 
-ATTENTION = {**WTA, "target_modules": ["query", "key"]}
+ATTENTION = {**WTA, "target_modules": ["query", "key", "value"]}
 ESTIMATORS = ["position", "token", "position_token", "sample_cache", "sequence_cache"]
 
 
@@ -45,7 +45,9 @@ def test_a_run_that_is_read_goes_on_as_the_one_that_was_saved(name, tmp_path):
     read_sketch_state(twin, tmp_path / "state.json")
     assert equal(sketch_tensors(model), sketch_tensors(twin))
     assert sketch_state(model) == sketch_state(twin)
-    assert sketch_state(model)["groups"] == [[f"roberta.encoder.layer.0.attention.self.{n}" for n in ("query", "key")]]
+    assert sketch_state(model)["groups"] == [
+        [f"roberta.encoder.layer.0.attention.self.{n}" for n in ("query", "key", "value")]
+    ]
     for one in (model, twin):
         go_on(one, 1, seed=5)
     assert equal(model.state_dict(), twin.state_dict())

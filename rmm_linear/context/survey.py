@@ -1,0 +1,93 @@
+"""See in the first training step which modules save a code of what stays in memory anyway: they become exact.
+
+A module's exact form keeps its input, or its output, for the backward pass. Where another operation that is not
+converted keeps the same tensor, as a convolution keeps the output of the ReLU before it, a code frees nothing and adds
+its bytes. Whether a tensor is kept shows at the end of the forward pass: its memory is still there, although every
+converted module has let it go. Weak references to the memory tell, not addresses, which are used again. Of what the
+model takes and returns, only the caller knows how long it stays: it does not count.
+
+Ranks of a distributed run ask nobody: they decide by the same code in the same step, and gradients are unbiased
+whatever they decide.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear.context.surroundings import has_saving_hooks, in_backward
+
+Exact = Callable[[Tensor], Any]
+
+
+@dataclass
+class Survey:
+    """The calls of one forward pass, each with the memory that its exact form would keep."""
+
+    _kept: dict[int, list[list[StorageWeakRef]]] = field(default_factory=dict)
+
+    def note(self, module: Any, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1) -> None:
+        """Note a call of a module that saves a code.
+
+        ``run`` is its exact form, which is tried on one row of ``dims`` dimensions; None keeps the input alone.
+        """
+        if input.grad_fn is None or isinstance(input, FakeTensor) or has_saving_hooks() or in_backward():
+            return  # of an input of the model, the caller knows how long it stays
+        keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)
+        found = [
+            StorageWeakRef(one.untyped_storage())
+            for one, is_kept in zip((input, output), keeps, strict=True)
+            if is_kept
+        ]
+        self._kept.setdefault(module.rmm_index, []).append(found)
+
+    def decide(self, output: Any) -> list[int]:
+        """Return the modules all of whose calls would keep what is there at the end of the forward pass."""
+        leaves = [one for one in tree_leaves(output) if type(one) is Tensor]
+        returned = {one.untyped_storage()._cdata for one in leaves}
+        kept, self._kept = self._kept, {}
+
+        def found() -> list[int]:
+            frees = {
+                i: any(one.expired() or one.cdata in returned for call in calls for one in call)
+                for i, calls in kept.items()
+            }
+            return [index for index, calls in sorted(kept.items()) if all(calls) and not frees[index]]
+
+        if found():
+            gc.collect()  # first calls leave tensors in reference cycles, as those of compilers do
+        return found()
+
+
+def _what_is_kept(module: nn.Module, input: Tensor, run: Exact, dims: int) -> tuple[bool, bool]:
+    """Say whether an exact form keeps its input and its output; neither where it keeps more, which a code frees."""
+    row = input.detach().reshape(-1, *input.shape[input.dim() - dims :])[:1].clone().requires_grad_()
+    own, saved = {one.untyped_storage()._cdata for one in module.parameters()}, list[Tensor]()
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_noting(saved), lambda one: one):
+            given = row.clone()  # no leaf, into which modules that work in place may write
+            output = run(given)
+    except Exception:  # of what takes other shapes
+        return False, False
+    places = given.untyped_storage()._cdata, output.untyped_storage()._cdata
+    found = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in saved}
+    others = sum(size for place, size in found.items() if place not in (*places, *own))
+    if others > row.numel() // 8:  # a bit per element is the least that a code takes
+        return False, False
+    return places[0] in found, places[1] in found and places[1] != places[0]
+
+
+def _noting(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    return note
