@@ -1,14 +1,23 @@
-"""Elementwise modules that are not known by name: the derivative by a vector of ones, in a few bits per element.
+"""Elementwise code that is known by no name: its derivatives by a vector of ones, in a few bits per element.
 
-Every element of the output is a function g of one element of the input, so dX = dY ∘ g'(X), and the gradient of the sum
-of the outputs is g'(X) itself, which autograd computes from the module's own code. It is stored in few bits and enters
+Every element of the output is a function g of one element of each input, so dX = dY ∘ ∂g/∂X, and the gradient of the sum
+of the outputs is ∂g/∂X itself, which autograd computes from the module's own code. It is stored in few bits and enters
 dX linearly: the gradient is unbiased, whatever g is.
+
+Inputs are that of a module without linear layers, or the outputs of a module's linear layers: then g is the code between
+these *sources* and the linear layer behind it, the *sink*, or the module's end. A source may have two inputs side by side
+or in turn. Parameters of one element get the sum of dY ∘ ∂g/∂α, where ∂g/∂α is stored likewise.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,90 +27,374 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
-from rmm_linear.layers.function import SavingFunction, graph_leaves
+from rmm_linear.activations.region_run import intercepted
+from rmm_linear.config import RMMConfig
+from rmm_linear.layers.function import SavingFunction, as_no_view, graph_leaves
 from rmm_linear.ops.regions import pack_source, unpack_source
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear.sketches.seeds import draw_seed, seeds_of
+
+logger = logging.getLogger(__name__)
+
+_WHOLE, _HALVES, _PAIRS = "whole", "halves", "pairs"
+
+
+@dataclass(frozen=True)
+class ElementwiseForm:
+    """Which linear layers of a module are around its elementwise code.
+
+    Attributes:
+        linears: Names of its linear layers, of which each is called once.
+        sources: Those that read the module's input, in the order of their calls; none where the code reads that itself.
+        sink: The one that reads the result; None where it is the module's output.
+        layouts: For each source how its output has the code's inputs: as one, as two halves, or as two in turn.
+    """
+
+    linears: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    sink: str | None = None
+    layouts: tuple[str, ...] = (_WHOLE,)
 
 
 class PackedElementwise(PackedModule):
-    """An elementwise module that saves its derivative in few bits. The output is the module's own."""
+    """A module with elementwise code that saves its derivatives in few bits. The output is the module's own.
+
+    Attributes:
+        rmm_form: Where the code begins and ends.
+    """
 
     rmm_operation = "activation"
+    rmm_form: ElementwiseForm
+
+    def _set_up(
+        self, config: RMMConfig | None, *arguments: Any, form: ElementwiseForm | None = None, **named: Any
+    ) -> None:
+        super()._set_up(config, *arguments, **named)
+        self.rmm_form = form or ElementwiseForm()
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Apply the module; exactly in compiled code, which would fix the derivative's graph."""
-        input = args[0] if len(args) == 1 and not named else None
+        """Apply the module; exactly in compiled code, which would fix the derivatives' graph."""
+        values = (*args, *named.values())
+        input = values[0] if len(values) == 1 else None
         is_tensor = type(input) in (Tensor, nn.Parameter, FakeTensor)  # no logits that are lazy, nor shards
         if not self.training or torch.compiler.is_compiling() or not is_tensor or input is None or not input.dim():
             return super().forward(*args, **named)
         call = self._packed_call(tuple(input.shape[:-1]), input.device)
-        if call.is_exact or not (torch.is_grad_enabled() and input.requires_grad and input.numel()):
+        is_trained = input.requires_grad or any(one.requires_grad for one in self.parameters())
+        is_exact = call.is_exact or "rmm_is_exact" in vars(self)
+        if is_exact or not (torch.is_grad_enabled() and is_trained and input.numel()):
+            return super().forward(*args, **named)
+        run = _Run(self, call)
+        if self.rmm_form.sources:
+            with intercepted(self, self.rmm_form.linears, run.called), run.own_graph():
+                output = super().forward(*args, **named)
+            return output if self.rmm_form.sink is not None else run.joined(output)
+        with run.own_graph():
+            output = super().forward(run.given(input))
+        try:
+            return run.joined(output)
+        except RuntimeError as error:  # the derivative by a parameter takes a second derivative, which kernels may lack
+            if not run.own:
+                raise
+            logger.warning("A module of the class %s stays exact: %s", type(self).__name__[len("Packed") :], error)
+            vars(self)["rmm_is_exact"] = True
             return super().forward(input)
-        return ElementwiseFunction.run(input, super().forward, gated_bits(self.rmm_config), call)
+
+
+class _Run:
+    """One call of a module, whose elementwise code runs with a graph of its own."""
+
+    def __init__(self, module: PackedElementwise, call: SavingCall) -> None:
+        self.module, self.call, self.form = module, call, module.rmm_form
+        self.inputs, self.leaves = list[Tensor](), list[Tensor]()
+        inside = {id(one) for name in self.form.linears for one in module.get_submodule(name).parameters()}
+        self.own = [one for one in module.parameters() if one.requires_grad and id(one) not in inside]
+        self.hooks: Any = None
+
+    @contextmanager
+    def own_graph(self) -> Iterator[None]:
+        """Hide from hooks what the code saves, which is gone before the module returns."""
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
+
+    def _hide(self) -> None:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        self.hooks.__enter__()
+
+    def _show(self) -> None:
+        self.hooks.__exit__(None, None, None)
+
+    def given(self, input: Tensor) -> Tensor:
+        """Return an input for the code to read."""
+        self.inputs.append(input)
+        self.leaves.append(input.detach().requires_grad_(input.requires_grad))
+        return self.leaves[-1]
+
+    def called(self, name: str, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Run a linear layer: a source, or the sink."""
+        value = self._derived(args[0]) if name == self.form.sink else None
+        self._show()
+        try:
+            if value is None:
+                return self.given(original(*args, **named))
+            return original(self._function(*value), *args[1:], **named)
+        finally:
+            self._hide()
+
+    def joined(self, output: Tensor) -> Tensor:
+        """Return the module's output, as made of its inputs."""
+        self._hide()
+        try:
+            value = self._derived(output)
+        finally:
+            self._show()
+        return self._function(*value)
+
+    def _derived(self, output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the output without its graph, and its derivatives, stored."""
+        if not output.requires_grad:
+            return output, []
+        wanted = [one for one in self.leaves if one.requires_grad]
+        ones = torch.ones_like(output)
+        found: list[Tensor | None] = []
+        if wanted:
+            found += torch.autograd.grad(output, wanted, ones, retain_graph=bool(self.own), allow_unused=True)
+        for one in self.own:
+            ones = torch.ones_like(output).requires_grad_()
+            (summed,) = torch.autograd.grad(output, one, ones, create_graph=True, allow_unused=True)
+            found += [None] if summed is None else torch.autograd.grad(summed.sum(), ones)
+        bits, seed = gated_bits(self.module.rmm_config), draw_seed() if self.call.seed is None else self.call.seed
+        with torch.no_grad(), autocast_off(output.device.type):
+            seeds = seeds_of(seed, len(found))
+            stored = [None if one is None else pack_source(one, bits, s, False) for one, s in zip(found, seeds)]
+        return output.detach(), stored
+
+    def _function(self, output: Tensor, stored: Sequence[Tensor | None]) -> Tensor:
+        if not stored:
+            return output
+        inputs = [one for one, leaf in zip(self.inputs, self.leaves, strict=True) if leaf.requires_grad]
+        how = [
+            (layout, leaf.shape, leaf.dtype)
+            for layout, leaf in zip(self.form.layouts, self.leaves, strict=True)
+            if leaf.requires_grad
+        ]
+        bits = gated_bits(self.module.rmm_config)
+        return ElementwiseFunction.run(output, how, bits, self.call, list(stored), *inputs, *self.own)
 
 
 class ElementwiseFunction(SavingFunction):
-    """An elementwise function that saves a coded derivative."""
+    """An elementwise function of some tensors, with coded derivatives."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, run: Callable[[Tensor], Tensor], bits: int, call: SavingCall) -> Tensor:
-        """Apply the function."""
-        ctx.call, ctx.bits, ctx.dtype = call, bits, input.dtype
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            leaf = input.detach().requires_grad_()
-            output = run(leaf)
-            (derivative,) = torch.autograd.grad(output, leaf, torch.ones_like(output))
-        with autocast_off(input.device.type):
-            stored = pack_source(derivative, bits, draw_seed() if call.seed is None else call.seed, False)
-        ctx.save_for_backward(stored)
-        return output.detach()
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        how: list[tuple[str, torch.Size, torch.dtype]],
+        bits: int,
+        call: SavingCall,
+        stored: list[Tensor | None],
+        *inputs: Tensor,
+    ) -> Tensor:
+        """Return the output. how: Layout, shape and dtype of each input; those after them are parameters."""
+        ctx.call, ctx.bits, ctx.how, ctx.dtype = call, bits, how, output.dtype
+        ctx.parameters = [(one.shape, one.dtype) for one in inputs[len(how) :]]
+        ctx.save_for_backward(*stored)
+        return as_no_view(output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Multiply by the derivative."""
-        (y,), (stored,) = grad_outputs, ctx.saved_tensors
+        """Multiply by the derivatives."""
+        (y,), saved = grad_outputs, ctx.saved_tensors
         SavingFunction.received(ctx, y, "a packed activation")
+        found: list[Tensor | None] = []
         with autocast_off(y.device.type):
-            derivative = unpack_source(stored, list(y.shape), ctx.bits, ctx.dtype, False)
-        return (y * derivative).to(ctx.dtype), None, None, None
+            for stored, (layout, shape, dtype) in zip(saved, ctx.how, strict=False):
+                if stored is None:
+                    found.append(None)
+                    continue
+                derivative = unpack_source(stored, list(shape), ctx.bits, dtype, False)
+                found.append((_repeated(y, layout) * derivative).to(dtype))
+            for stored, (shape, dtype) in zip(saved[len(ctx.how) :], ctx.parameters, strict=True):
+                if stored is None:
+                    found.append(None)
+                    continue
+                derivative = unpack_source(stored, list(y.shape), ctx.bits, ctx.dtype, False)
+                found.append((y.float() * derivative.float()).sum().to(dtype).expand(shape))
+        return None, None, None, None, None, *found
+
+
+def _repeated(y: Tensor, layout: str) -> Tensor:
+    if layout == _WHOLE:
+        return y
+    return torch.cat((y, y), -1) if layout == _HALVES else y.repeat_interleave(2, -1)
+
+
+def _lanes(x: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """Return the code's inputs in an output of a source."""
+    if layout == _WHOLE:
+        return (x,)
+    return x.chunk(2, -1) if layout == _HALVES else (x[..., ::2], x[..., 1::2])
+
+
+def _joined(lanes: Sequence[Tensor], layout: str) -> Tensor:
+    if layout == _WHOLE:
+        return lanes[0]
+    return torch.cat(tuple(lanes), -1) if layout == _HALVES else torch.stack(tuple(lanes), -1).flatten(-2)
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def is_elementwise(module: nn.Module) -> bool:
-    """Say whether a module without parameters computes every element from one, and saves something for it.
+_ROWS, _COLUMNS = 6, 10  # of what is tried
 
-    It is tried on a few numbers: a permutation of the input must permute the output, and an element that is changed
-    must change no other. A copy is tried, which may remember the call.
+
+def elementwise_form(module: nn.Module, linears: dict[str, tuple[int, int]]) -> ElementwiseForm | None:
+    """Find out whether a module, or its code between linear layers, is elementwise and saves something for it.
+
+    It is tried on a few numbers: a permutation of the inputs must permute the output, and an element that is changed
+    must change no other. A copy is tried, which may remember the call; its linear layers do not run.
+
+    linears: in_features and out_features of the children that are linear layers, by name.
     """
-    if any(True for _ in module.children()) or any(vars(module)[name] for name in ("_parameters", "_buffers")):
-        return False
-    numbers = torch.Generator().manual_seed(0)
-    x, order = torch.randn(6, 10, generator=numbers) * 3, torch.randperm(60, generator=numbers)
+    inside = {one for name in linears for one in module.get_submodule(name).modules()}
+    others = [one for one in module.modules() if one not in inside]
+    parameters = [one for other in others for one in other._parameters.values() if one is not None]
+    buffers = [one for other in others for one in other._buffers.values() if one is not None]
+    if any(one.numel() != 1 for one in (*parameters, *buffers)):
+        return None
+    if (parameters or len(linears) > 3) if linears else len(others) > 1:
+        return None  # without linear layers, children are tried by themselves
+    device = next((one.device for one in (*parameters, *buffers, *module.parameters())), torch.device("cpu"))
+    if device.type == "meta":
+        return None
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            return all(_is_elementwise(module, x, order, is_training) for is_training in (True, False))
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+            return _Trial(module, linears, device).form()
     except Exception:  # of what takes something else
-        return False
+        return None
 
 
-def _is_elementwise(module: nn.Module, x: Tensor, order: Tensor, is_training: bool) -> bool:
-    tried, forward = copy.copy(module), type(module).forward
-    tried.training = is_training
-    permuted, changed, before = x.flatten()[order].view(6, 10), x.clone(), x.clone()
-    changed[2, 3] += 1
-    with torch.no_grad():
-        y, again = forward(tried, x), forward(tried, before)
-        if not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, x.dtype) or y.data_ptr() == x.data_ptr():
-            return False
-        if not torch.equal(x, before) or not torch.equal(y, again):
-            return False
-        is_permuted = torch.equal(forward(tried, permuted), y.flatten()[order].view(6, 10))
-        others = (forward(tried, changed) != y).sum()
-    saved, leaf = list[int](), x.clone().requires_grad_()
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes), _same):
-        found = forward(tried, leaf)
-    is_alone = all(one is leaf for one in graph_leaves([found]))  # no parameter of another module
-    return is_permuted and int(others) <= 1 and sum(saved) > 0 and is_alone
+def _copied(module: nn.Module, linears: Container[str] = (), depth: list[None] | None = None) -> nn.Module:
+    """Copy a module and those in it, with stand-ins for linear layers; calls of children are counted in ``depth``."""
+    made = copy.copy(module)
+    children = {
+        name: nn.Module() if name in linears else child if child is None else _copied(child, (), depth)
+        for name, child in module._modules.items()
+    }
+    vars(made)["_modules"] = children
+    for child in [] if depth is None else [one for name, one in children.items() if name not in linears and one]:
+        vars(child)["forward"] = functools.partial(_counted, type(child).forward.__get__(child), depth)
+    return made
+
+
+def _counted(forward: Callable[..., Any], depth: list[None], *args: Any, **named: Any) -> Any:
+    depth.append(None)
+    try:
+        return forward(*args, **named)
+    finally:
+        depth.pop()
+
+
+class _Trial:
+    """Tries a module on a few numbers."""
+
+    def __init__(self, module: nn.Module, linears: dict[str, tuple[int, int]], device: torch.device) -> None:
+        self.depth = list[None]()  # of the calls of children that are running
+        self.module, self.linears, self.device = _copied(module, linears, self.depth), linears, device
+        self.numbers = torch.Generator().manual_seed(0)
+        features = next(iter(linears.values()), (_COLUMNS, 0))[0]
+        self.x = self._random(features)
+        self.given: dict[str, Tensor] = {}
+        self.order: list[str] = []
+        self.sink: str | None = None
+
+    def _random(self, columns: int) -> Tensor:
+        return (torch.randn(_ROWS, columns, generator=self.numbers, device="cpu") * 3).to(self.device)
+
+    def form(self) -> ElementwiseForm | None:
+        """Return what the module is."""
+        if self.linears:
+            self._output()  # finds the order of the calls
+            if not self.order or len(self.order) + (self.sink is not None) != len(self.linears):
+                return None
+        sources = tuple(self.order)
+        width = self._output().shape[-1]
+        sizes = [self.given[name].shape[-1] for name in sources] or [self.x.shape[-1]]
+        options = [(_WHOLE,) if size == width else (_HALVES, _PAIRS) if size == 2 * width else () for size in sizes]
+        for layouts in itertools.product(*options):
+            if all(self._is_elementwise(layouts, is_training) for is_training in (True, False)):
+                return ElementwiseForm(tuple(self.linears), sources, self.sink, layouts)
+        return None
+
+    def _output(self, inputs: Sequence[Tensor] | None = None) -> Tensor:
+        """Run the module with other inputs of its code; return the result of the code."""
+        forward = type(self.module).forward
+        if not self.linears:
+            return forward(self.module, self.x if inputs is None else inputs[0])
+        made, ends, order = dict(self.given), list[tuple[Tensor, Tensor]](), list[str]()
+        if inputs is not None:
+            made = dict(zip(self.order, inputs, strict=True))
+
+        def called(name: str, original: Any, input: Tensor) -> Tensor:
+            features, outputs = self.linears[name]
+            if input is self.x and not ends:
+                order.append(name)
+                if name not in made:
+                    made[name] = self.given[name] = self._random(outputs)
+                return made[name]
+            if ends or input.shape[-1] != features:
+                raise ValueError
+            self.sink = name
+            ends.append((input, self._random(outputs)))
+            return ends[0][1]
+
+        with intercepted(self.module, tuple(self.linears), called):
+            output = forward(self.module, self.x)
+        if len(set(order)) != len(order) or (self.order and order != self.order):
+            raise ValueError
+        self.order = order
+        if self.sink is None:
+            return output
+        if output is not ends[0][1]:
+            raise ValueError
+        return ends[0][0]
+
+    def _is_elementwise(self, layouts: Sequence[str], is_training: bool) -> bool:
+        for one in self.module.modules():
+            one.training = is_training
+        inputs = [self.given[name] for name in self.order] or [self.x]
+        lanes = [_lanes(one, layout) for one, layout in zip(inputs, layouts, strict=True)]
+        shape = lanes[0][0].shape
+        order = torch.randperm(shape.numel(), generator=self.numbers, device="cpu").to(self.device)
+        permuted = [[lane.flatten()[order].view(shape) for lane in one] for one in lanes]
+        before = [one.clone() for one in inputs]
+        with torch.no_grad():
+            y, again = self._output(inputs), self._output(before)
+            if not isinstance(y, Tensor) or y.shape != shape or any(y.dtype != one.dtype for one in inputs):
+                return False
+            addresses = {one.untyped_storage().data_ptr() for one in inputs}
+            if y.untyped_storage().data_ptr() in addresses or not torch.equal(y, again):
+                return False
+            if not all(map(torch.equal, inputs, before)):
+                return False
+            moved = self._output([_joined(one, layout) for one, layout in zip(permuted, layouts, strict=True)])
+            if not torch.equal(moved, y.flatten()[order].view(shape)):
+                return False
+            for place, _ in enumerate(inputs):
+                changed = [one.clone() for one in inputs]
+                changed[place][2, 3] += 1
+                if int((self._output(changed) != y).sum()) > 1:
+                    return False
+        saved, leaves = list[int](), [one.clone().requires_grad_() for one in inputs]
+
+        def note(tensor: Tensor) -> Tensor:
+            saved.append(0 if self.depth else tensor.nbytes)  # children are tried by themselves
+            return tensor
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
+            found = self._output(leaves)
+        own = {id(one) for one in (*leaves, *self.module.parameters())}
+        return sum(saved) > 0 and all(id(one) in own for one in graph_leaves([found]))  # of no other module

@@ -160,7 +160,7 @@ def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Mo
 
 def _children(module: nn.Module) -> tuple[dict[str, tuple[int, int]], dict[str, str], list[Tensor]] | None:
     """Return the widths of the linear children, the child that is an activation if there is one, and the weights."""
-    widths = {name: width for name, child in module.named_children() if (width := _width(child)) is not None}
+    widths = {name: width for name, child in module.named_children() if (width := width_of(child)) is not None}
     if len(widths) not in (2, 3) or next(iter(module._parameters.values()), None) is not None:
         return None
     with torch.random.fork_rng([]):
@@ -204,7 +204,7 @@ def activation_kind(module: nn.Module) -> str | None:
     return None
 
 
-def _width(module: nn.Module) -> tuple[int, int] | None:
+def width_of(module: nn.Module) -> tuple[int, int] | None:
     """in_features and out_features of a linear layer, wrapped, sketched or plain, or of GPT-2's Conv1D."""
     for names in (("in_features", "out_features"), ("nx", "nf")):
         width = tuple(getattr(module, name, None) for name in names)

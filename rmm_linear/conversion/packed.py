@@ -15,10 +15,10 @@ from rmm_linear.activations.attention import PackedAttentionCaller, calls_attent
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
-from rmm_linear.activations.elementwise import PackedElementwise, is_elementwise
+from rmm_linear.activations.elementwise import PackedElementwise, elementwise_form
 from rmm_linear.activations.experts import PackedExperts, experts_bits, is_experts, why_exact
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
-from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights
+from rmm_linear.activations.gated_parts import GatedParts, gated_parts, lacks_weights, width_of
 from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
@@ -122,10 +122,16 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
         if function is not None:
             bits = config.for_module(names[module]).activation_bits
             chosen[module] = _pointwise(module, function, function.bits(bits))
-        elif module not in chosen and is_elementwise(module):
-            saved = f"its derivative, {gated_bits(config.for_module(names[module]))} bits"
-            chosen[module] = PackedChoice("activation", module, saved, _change_class(module, PackedElementwise))
-    return chosen
+        elif module not in chosen and module not in inside:
+            form = elementwise_form(module, _widths(module))
+            if form is None:
+                continue
+            if _skip_reason(module, names[module], config) is None:
+                inside.update(_between(module))
+            saved = f"its derivatives, {gated_bits(config.for_module(names[module]))} bits"
+            set_up = _change_class(module, PackedElementwise, form=form)
+            chosen[module] = PackedChoice("activation", module, saved, set_up)
+    return {module: choice for module, choice in chosen.items() if module not in inside}
 
 
 def _within_regions(
@@ -168,6 +174,11 @@ def _linears(module: nn.Module) -> list[str]:
     """Return the names of a module's children that are linear layers, with adapters or without."""
     children = module.named_children()
     return [name for name, child in children if is_linear_like(getattr(child, "base_layer", child))]
+
+
+def _widths(module: nn.Module) -> dict[str, tuple[int, int]]:
+    widths = {name: width_of(module.get_submodule(name)) for name in _linears(module)}
+    return {name: width for name, width in widths.items() if width is not None}
 
 
 def _is_light(module: nn.Module) -> bool:
