@@ -80,7 +80,7 @@ def test_two_conversions_in_one_model_keep_their_groups_apart():
 
     pair, other = made(2), made(0)
     assert sketch_state(pair)["groups"] == [
-        [f"0.roberta.encoder.layer.0.attention.self.{name}" for name in ("query", "key")]
+        [f"0.roberta.encoder.layer.0.attention.self.{name}" for name in ("query", "key", "value")]
     ]
     load_sketch_state(other, sketch_state(pair), sketch_tensors(pair))
     assert sketch_state(other) == sketch_state(pair)
