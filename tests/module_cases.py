@@ -192,6 +192,30 @@ class Own(nn.Module):
         return x * torch.sin(x).square()
 
 
+class OwnParameter(nn.Module):
+    """An elementwise function with a parameter of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x):
+        return torch.where(x > 0, x * x * F.softplus(self.alpha), x.sin())
+
+
+class OwnGate(nn.Module):
+    """A gated MLP with elementwise code of its own between its linear layers."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(width, 2 * HIDDEN), nn.Linear(HIDDEN, width, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        gate = gate.clamp(max=2)
+        return self.down_proj((up.clamp(-2, 2) + 1) * gate * torch.sigmoid(gate * 1.7))
+
+
 class Attention(nn.Module):
     """Attention of q, k and v that lie side by side in the input."""
 
@@ -434,5 +458,14 @@ MEMBERS = {
     "activation own code": Member(
         "activation", lambda width: Own(),
         lambda stored, rows, width: aligned(8, codes(rows, width, 4), scales(rows, width)),
+    ),
+    "activation own code with a parameter": Member(
+        "activation", lambda width: OwnParameter(),
+        lambda stored, rows, width: 2 * aligned(8, codes(rows, width, 4), scales(rows, width)),
+    ),
+    "activation own code of a gate": Member(
+        "activation", OwnGate,
+        lambda stored, rows, width: aligned(8, codes(rows, 2 * HIDDEN, 4), scales(rows, 2 * HIDDEN)), AFTER,
+        frozen=True,
     ),
 }  # fmt: skip

@@ -123,7 +123,7 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
             bits = config.for_module(names[module]).activation_bits
             chosen[module] = _pointwise(module, function, function.bits(bits))
         elif module not in chosen and module not in inside:
-            form = elementwise_form(module, _widths(module))
+            form = elementwise_form(module, widths_of(module))
             if form is None:
                 continue
             if _skip_reason(module, names[module], config) is None:
@@ -176,7 +176,8 @@ def _linears(module: nn.Module) -> list[str]:
     return [name for name, child in children if is_linear_like(getattr(child, "base_layer", child))]
 
 
-def _widths(module: nn.Module) -> dict[str, tuple[int, int]]:
+def widths_of(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return in_features and out_features of the children that are linear layers, by name."""
     widths = {name: width_of(module.get_submodule(name)) for name in _linears(module)}
     return {name: width for name, width in widths.items() if width is not None}
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers import tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import convert
-from rmm_linear.activations.elementwise import PackedElementwise, is_elementwise
+from rmm_linear.activations.elementwise import PackedElementwise, elementwise_form
+from rmm_linear.conversion.packed import widths_of
 
 OUTER = nn.Parameter(torch.ones(()))
 
@@ -45,14 +48,128 @@ NOT = {
 @pytest.mark.parametrize("name", [*FOUND, *NOT])
 def test_what_is_elementwise(name):
     module, state = By((FOUND | NOT)[name]).eval(), torch.get_rng_state()
-    assert is_elementwise(module) == (name in FOUND)
+    assert (elementwise_form(module, {}) is not None) == (name in FOUND)
     assert (module.calls, module.training) == (0, False)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(), nn.Softmax(-1), nn.Linear(10, 10), nn.PReLU()])
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Dropout(), nn.Softmax(-1), nn.Linear(10, 10), nn.PReLU(2)])
 def test_modules_of_pytorch_that_are_not(module):
-    assert not is_elementwise(module)
+    assert elementwise_form(module, {}) is None
+
+
+class Between(nn.Module):
+    """Applies a function of the outputs of linear layers, and another layer to the result."""
+
+    def __init__(self, function, outputs=(12,), sink=True):
+        super().__init__()
+        self.function, self.act, self.norm = function, nn.GELU(), nn.Identity()
+        self.sources = [f"source{i}" for i in range(len(outputs))]
+        for name, size in zip(self.sources, outputs, strict=True):
+            self.add_module(name, nn.Linear(8, size))
+        self.sink = nn.Linear(12, 8) if sink else None
+
+    def forward(self, x):
+        result = self.function(self, x, *(getattr(self, name)(x) for name in self.sources))
+        return result if self.sink is None else self.sink(result)
+
+
+def halves(self, x, u):
+    a, b = u.chunk(2, -1)
+    return a.sin() * b
+
+
+BETWEEN = {
+    "one": (Between(lambda self, x, u: u * u.exp()), ("whole",)),
+    "two": (Between(lambda self, x, u, v: u * v, (12, 12)), ("whole", "whole")),
+    "its own and a child's": (Between(lambda self, x, u, v: self.act(u) * v, (12, 12)), ("whole", "whole")),
+    "halves": (Between(halves, (24,)), ("halves",)),
+    "pairs": (Between(lambda self, x, u: u[..., ::2].sin() * u[..., 1::2], (24,)), ("pairs",)),
+    "three in two": (Between(lambda self, x, u, v: halves(self, x, u) * v, (24, 12)), ("halves", "whole")),
+    "without a sink": (Between(lambda self, x, u: u * u.exp(), sink=False), ("whole",)),
+}
+NOT_BETWEEN = {
+    "a child alone": lambda self, x, u: self.act(u),
+    "the input too": lambda self, x, u: u.sin() * x.mean(),
+    "rows": lambda self, x, u: u.softmax(-1) * u,
+    "places": lambda self, x, u: u * u.roll(1, -1),
+    "random": lambda self, x, u: u.sin() * torch.rand_like(u),
+    "in place": lambda self, x, u: u.mul_(2).sin(),
+    "nothing": lambda self, x, u: u + 1,
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_elementwise_code_between_linear_layers(name):
+    module, layouts = BETWEEN[name]
+    state, before = torch.get_rng_state(), [dict(vars(one)) for one in module.modules()]
+    form = elementwise_form(module, widths_of(module))
+    assert form is not None
+    assert form.layouts == layouts
+    assert (form.sources, form.sink) == (tuple(module.sources), None if module.sink is None else "sink")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [dict(vars(one)) for one in module.modules()] == before
+
+
+@pytest.mark.parametrize("name", NOT_BETWEEN)
+def test_other_code_between_linear_layers(name):
+    module = Between(NOT_BETWEEN[name])
+    assert elementwise_form(module, widths_of(module)) is None
+
+
+def test_children_between_are_not_packed_by_themselves():
+    model = nn.Sequential(copy.deepcopy(BETWEEN["its own and a child's"][0]))
+    report = convert(model, operations=("activation",))
+    assert [*report.packed] == ["0"]
+    x = torch.randn(5, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_an_excluded_module_leaves_its_children():
+    model = nn.Sequential(copy.deepcopy(BETWEEN["its own and a child's"][0]))
+    report = convert(model, operations=("activation",), exclude_modules="0")
+    assert [*report.packed] == ["0.act"]
+
+
+def test_a_function_without_a_second_derivative_stays_exact(caplog):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, alpha):
+            ctx.save_for_backward(x, alpha)
+            return x.square() * alpha
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, y):
+            x, alpha = ctx.saved_tensors
+            return 2 * y * x * alpha, (y * x.square()).sum().reshape(1)
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha = nn.Parameter(torch.tensor([0.7]))
+
+        def forward(self, x):
+            return Once.apply(x, self.alpha)
+
+    model, x = nn.Sequential(Scaled()), torch.randn(5, 8, requires_grad=True)
+    convert(model, operations=("activation",))
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        assert torch.allclose(model[0].alpha.grad, x.detach().square().sum())
+    assert caplog.text.count("stays exact") == 1
+
+
+def test_frozen_parameters_and_inputs_have_no_code():
+    module = copy.deepcopy(BETWEEN["two"][0])
+    model = nn.Sequential(module)
+    module.source0.requires_grad_(False)
+    convert(model, operations=("activation",))
+    model(torch.randn(5, 8)).sum().backward()
+    assert module.source0.weight.grad is None
+    assert module.source1.weight.grad is not None
 
 
 class Capped(nn.Module):
