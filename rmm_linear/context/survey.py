@@ -13,7 +13,7 @@ whatever they decide.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward
 
@@ -51,8 +50,7 @@ class Survey:
 
     def decide(self, output: Any) -> list[int]:
         """Return the modules all of whose calls would keep what is there at the end of the forward pass."""
-        leaves = [one for one in tree_leaves(output) if type(one) is Tensor]
-        returned = {one.untyped_storage()._cdata for one in leaves}
+        returned = {one.untyped_storage()._cdata for one in _tensors_in(output)}
         kept, self._kept = self._kept, {}
 
         def found() -> list[int]:
@@ -65,6 +63,19 @@ class Survey:
         if found():
             gc.collect()  # first calls leave tensors in reference cycles, as those of compilers do
         return found()
+
+
+_DEPTH = 6  # of objects in objects, as a cache of keys has layers
+
+
+def _tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in containers and in attributes of objects."""
+    if type(value) is Tensor:
+        yield value
+    elif depth and not isinstance(value, Tensor | nn.Module | type | str | int | float):
+        held = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values()
+        for one in (*held, *(value.values() if isinstance(value, Mapping) else ())):
+            yield from _tensors_in(one, depth - 1)
 
 
 def _what_is_kept(module: nn.Module, input: Tensor, run: Exact, dims: int) -> tuple[bool, bool]:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,13 +109,14 @@ def test_what_the_caller_keeps():
     assert report.kept_anyway == []
 
 
-def test_what_the_model_returns():
+@pytest.mark.parametrize("as_returned", [tuple, lambda kept: SimpleNamespace(layers=[SimpleNamespace(keys=kept[0])])])
+def test_what_the_model_returns(as_returned):
     """The caller may keep it until the backward pass, or not."""
 
     class Returns(Attention):
         def forward(self, x):
             kept = []
-            return {"output": super().forward(x, kept), "hidden": tuple(kept)}
+            return {"output": super().forward(x, kept), "hidden": as_returned(kept)}
 
     model = Returns()
     report = convert(model)
