@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -184,7 +185,7 @@ def _zoo(rows: Sequence[ZooRow]) -> str:
         "task": of("task"),
         "bytes left": lambda row: f"{100 * row.share:.0f} %",
         "noise": lambda row: digits(row.noise),
-        "what stays, of the exact bytes": lambda row: row.stays.replace("|", "\\|") or "–",
+        "what stays, of the exact bytes": lambda row: ", ".join(re.findall(r"(\d+ % \w+):", row.stays)) or "–",
     }
     return columns(sorted((row for row in rows if row.status == "ok"), key=lambda row: row.share), spec)
 
