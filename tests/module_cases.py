@@ -216,6 +216,20 @@ class OwnGate(nn.Module):
         return self.down_proj((up.clamp(-2, 2) + 1) * gate * torch.sigmoid(gate * 1.7))
 
 
+class OwnProduct(nn.Module):
+    """A product with a weight of its own, as routers of experts have it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(OUTPUTS, width) / width**0.5),
+            nn.Parameter(torch.ones(OUTPUTS)),
+        )
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Attention of q, k and v that lie side by side in the input."""
 
@@ -393,6 +407,7 @@ MEMBERS = {
     # 65 bytes for a row: 4 bits take 50. Of 60 rows 39 are valid, so there are 100 for one of these: 8 bits take 98.
     "linear memory": Member("linear", one_linear, every_row_bytes(4, 8), ("x", "module.bias"), {"memory": 0.17}),
     "linear without bias": _linear("countsketch", 4, lambda width: nn.Linear(width, OUTPUTS, bias=False)),
+    "linear own code": Member("linear", OwnProduct, every_row_bytes(3, 3), ("x", "module.bias")),
     "Conv1D": _linear("countsketch", None, lambda width: Conv1D(OUTPUTS, width)),
     "Conv1D 4 bits": _linear("countsketch", 4, lambda width: Conv1D(OUTPUTS, width)),
     **{f"activation {name}": _pointwise(name, make) for name, make in POINTWISE.items()},

@@ -138,7 +138,8 @@ def _choose(
         unpacked |= unchunked
         skipped = {name: reason for name, reason in skipped.items() if name not in heads}
     is_selected = config.target_modules != RMMConfig.target_modules
-    if is_sketching and not linears and (is_selected or not packed):
+    is_met = linears or any(choice.operation == "linear" for choice in packed.values())
+    if is_sketching and not is_met and (is_selected or not packed):
         raise ValueError(nothing_matches(model, config, skipped))
     check_overrides(config, _operations(linears, packed))
     blocks = set(checkpointed_blocks(model))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear.activations.products import multiplies
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
 from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
@@ -31,6 +32,7 @@ def choose_linears(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Choose the linear layers that a configuration converts; and say of the other linear-like ones why not."""
     linears = {name: module for module, name in names.items() if is_linear_like(module)}
+    products = [name for module, name in names.items() if multiplies(module)]
     heads = output_heads(model)
     chosen: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
@@ -42,7 +44,7 @@ def choose_linears(
             chosen[name] = module
     if not isinstance(config.target_modules, str):
         for entry in config.target_modules:
-            if not any(matches([entry], name) for name in linears):
+            if not any(matches([entry], name) for name in (*linears, *products)):
                 logger.warning(
                     "target_modules: %r matches no linear layer; the nearest are %s.",
                     entry,

@@ -23,12 +23,13 @@ from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 from rmm_linear.activations.pointwise import PackedActivation, is_composed, pointwise_function
+from rmm_linear.activations.products import PackedProduct, multiplies
 from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import is_linear_like, replaced_reason
-from rmm_linear.conversion.names import matches, output_heads
+from rmm_linear.conversion.names import matches, not_selected, output_heads
 from rmm_linear.layers.converted import joined_class
 from rmm_linear.packing.pointwise import Pointwise
 
@@ -78,6 +79,8 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
             reason = stays_exact(module)
         if reason is None and choice.operation == "experts":
             reason = why_exact(module)
+        if reason is None and choice.operation == "linear":
+            reason = not_selected(name, module, config, [])
         if reason is None:
             found[name] = choice
         else:
@@ -153,7 +156,11 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
         bits = f"{experts_bits(config):g} bits"
         saved = f"tokens and products, {bits}; the gate's derivative, {config.activation_bits} bits"
         return PackedChoice("experts", module, saved, _change_class(module, PackedExperts))
-    return _attention(module, config.attention_bits) if "attention" in operations else None
+    if "attention" in operations and (choice := _attention(module, config.attention_bits)) is not None:
+        return choice
+    if "linear" in operations and not is_linear_like(module) and multiplies(module):
+        return PackedChoice("linear", module, "the rows that it multiplies", _change_class(module, PackedProduct))
+    return None
 
 
 def _attention(module: Any, bits: int) -> PackedChoice | None:
