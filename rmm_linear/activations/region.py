@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.attention import AttendingModule
+from rmm_linear.activations.region_arguments import Arguments
 from rmm_linear.activations.region_form import look
-from rmm_linear.activations.region_run import Arguments, Different, Filled, RegionForm, RegionRun, Scores
+from rmm_linear.activations.region_run import Different, Filled, RegionForm, RegionRun, Scores
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import ScoreSpread
 from rmm_linear.context.surroundings import in_backward
@@ -95,10 +96,9 @@ class PackedRegion(AttendingModule):
         seed = draw_seed() if call.seed is None else call.seed
         bits = _WIDE if spread is not None and spread.is_large else self._bits
         run = RegionRun(self, self.rmm_linears, original, form, arguments, call, seeds_of(seed, form.calls), bits)
+        run.scores = None if in_backward() or isinstance(first, FakeTensor) else self._scores
         try:
-            if spread is None or not spread.is_observing or in_backward() or isinstance(first, FakeTensor):
-                return run.forward()
-            with Scores() as run.scores:
+            with run.scores or nullcontext():
                 output = run.forward()
         except Filled:
             self._note_exact("its KV cache is not empty")
@@ -107,9 +107,23 @@ class PackedRegion(AttendingModule):
             again = None if self.rmm_form is None else RegionForm(reason=_CHANGING)
             vars(self)["rmm_form"] = again or look(self, self.rmm_linears, original, arguments)
             return original(*args, **kwargs)
-        spread.observe_errors(run.errors)
-        run.errors.clear()
+        self._note_whole(run.why_whole)
+        if run.errors is not None and spread is not None:
+            spread.observe_errors(run.errors)
+            run.errors = None
         return output
+
+    def _note_whole(self, reason: str | None) -> None:
+        """Say once for a model why a replay that saves much is not divided."""
+        said = self.rmm_context.checks.said if self.rmm_context is not None else set[str]()
+        if reason is not None and f"whole: {reason}" not in said:
+            said.add(f"whole: {reason}")
+            logger.warning(
+                "The attention of %s runs again for all sequences at once, which takes much memory in the backward "
+                "pass: %s. Further modules with the same reason are not named.",
+                type(self).__name__ if self.rmm_context is None else self.rmm_context.names[self.rmm_index],
+                reason,
+            )
 
     def _form(self, original: Callable[..., Any], arguments: Arguments) -> RegionForm:
         """Return what is known of the module's class; a simulated step, which has no values, checks nothing."""
@@ -118,7 +132,9 @@ class PackedRegion(AttendingModule):
         known: dict[Any, RegionForm] = {} if self.rmm_context is None else self.rmm_context.regions
         # Flags are what modules of one class differ in, as by their layer.
         flags = ((name, value) for name, value in vars(self).items() if type(value) is bool and name[:4] != "rmm_")
-        key = type(self), self.rmm_linears, *flags
+        # One sequence does not show which tensors have them first.
+        is_alone = next(len(one) for one in tree_leaves(arguments) if isinstance(one, Tensor) and one.dim()) < 2
+        key = type(self), self.rmm_linears, is_alone, *flags
         form = known.get(key)
         if form is None:
             is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
@@ -128,6 +144,10 @@ class PackedRegion(AttendingModule):
                 known[key] = form
                 vars(self)["rmm_form"] = form if self.rmm_context is None else None
         return form
+
+    @property
+    def _scores(self) -> Scores | None:
+        return Scores() if self._spread is not None and self._spread.is_observing else None
 
     @property
     def _spread(self) -> ScoreSpread | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,24 +15,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from rmm_linear.activations.base import SavingCall
+from rmm_linear.activations.region_arguments import (
+    Arguments,
+    is_cache,
+    leaves_of,
+    named,
+    narrowed,
+    positional,
+    shapes_of,
+)
 from rmm_linear.activations.region_run import (
     SOFTMAX,
-    Arguments,
     Different,
     Filled,
     RegionForm,
     RegionRun,
     intercepted,
-    is_cache,
-    leaves_of,
-    named,
     original_forward,
-    positional,
     random_kept,
     random_state,
     replay,
     set_random_state,
 )
+from rmm_linear.activations.region_slices import DRAWS, WHOLE, Part, SavedBytes, Slices, guesses, sizes
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.function import graph_leaves
 
@@ -75,12 +82,18 @@ def _buffers_kept(module: nn.Module) -> Iterator[dict[str, Tensor]]:
                     one.copy_(before[name])
 
 
+def _draws(*args: Any, **kwargs: Any) -> bool:
+    given = inspect.signature(F.dropout).bind(*args, **kwargs)
+    given.apply_defaults()
+    return bool(given.arguments["p"] and given.arguments["training"])
+
+
 class _Softmaxes(TorchFunctionMode):
     """Notes how many linear layers were called before the last softmax, and before the last choice by values."""
 
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
-        self.calls, self.last, self.choice, self.is_plain = calls, 0, 0, False
+        self.calls, self.last, self.choice, self.is_plain, self.is_random = calls, 0, 0, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in SOFTMAX or func is F.scaled_dot_product_attention:
@@ -88,6 +101,7 @@ class _Softmaxes(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
             self.is_plain = self.is_plain or (mask is not None and mask.requires_grad and mask.is_cpu)
+        self.is_random = self.is_random or (func is F.dropout and _draws(*args, **(kwargs or {})))
         if func in _CHOICES:
             self.choice = len(self.calls)
         return func(*args, **(kwargs or {}))
@@ -166,10 +180,16 @@ def _look(
     outs = [torch.zeros_like(one, requires_grad=True) for _, _, one, _ in calls[: form.calls]]
     again = _detached(arguments)
     floats = {key: one for key, one in again.items() if isinstance(one, Tensor) and one.requires_grad}
-    with _Reads(floats) as reads:
-        replay(module, linears, form, outs, again)
+    saved = SavedBytes([*outs, *_floats(again), *module.parameters()])
+    with _Reads(floats) as reads, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        value = replay(module, linears, form, outs, again)
     form.free = frozenset(floats.keys() - reads.read)
+    candidates = _candidates(module, linears, form, outs, again, value, saved.bytes)
+    del value
     if buffers is None:
+        form.slices = candidates[0] if candidates else None
+        if form.slices is not None and seen.is_random:  # of a simulated step, whose random state does not change
+            form.slices = replace(form.slices, reason=DRAWS)
         return form
     wanted = [*_floats(given), *(one for one in module.parameters() if one.requires_grad)]
     exact = _floats(output)
@@ -178,20 +198,72 @@ def _look(
         return form
     directions = [_directions(one) for one in exact]
     expected = torch.autograd.grad(exact, wanted, directions, allow_unused=True)
-    set_random_state(exact[0].device, state)
-    last = _detached(arguments)
-    run = RegionRun(module, linears, original, form, last, SavingCall(), [0] * form.calls, _WIDTH, is_coded=False)
-    wanted = [*_floats(last), *(one for one in module.parameters() if one.requires_grad)]
-    made = leaves_of(run.forward())[0]
-    made = [
-        made[place] for place, one in enumerate(leaves_of(output)[0]) if isinstance(one, Tensor) and one.requires_grad
-    ]
-    if not all(one.requires_grad for one in made):
-        form.reason = "run again, its code gives no gradient where autograd gives one"
-        return form
-    found = torch.autograd.grad(made, wanted, directions, allow_unused=True)
-    form.reason = _difference(exact, made, expected, found)
+    places = [i for i, one in enumerate(leaves_of(output)[0]) if isinstance(one, Tensor) and one.requires_grad]
+
+    def difference(count: int) -> str | None:
+        """Say how a region differs from autograd, or why its replay is not divided; None for neither."""
+        set_random_state(exact[0].device, state)
+        last = _detached(arguments)
+        run = RegionRun(
+            module, linears, original, form, last, SavingCall(), [0] * form.calls, _WIDTH, is_coded=False, count=count
+        )
+        made = leaves_of(run.forward())[0]
+        made = [made[place] for place in places]
+        if not all(one.requires_grad for one in made):
+            return "run again, its code gives no gradient where autograd gives one"
+        if run.why_whole:
+            return run.why_whole
+        wanted = [*_floats(last), *(one for one in module.parameters() if one.requires_grad)]
+        found = torch.autograd.grad(made, wanted, directions, allow_unused=True)
+        return _difference(exact, made, expected, found)
+
+    form.reason = difference(1)
+    for candidate in candidates if form.reason is None else []:
+        form.slices = candidate
+        reason = candidate.reason or _tried(difference, 2)
+        if reason is None:
+            break
+        form.slices = replace(candidate, reason=reason)
     return form
+
+
+def _tried(run: Callable[..., str | None], *args: Any) -> str | None:
+    """Return what a function says of a difference, or that it does not run."""
+    try:
+        return run(*args)
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, Different) as error:
+        return f"its code does not run for some of its sequences ({type(error).__name__}: {str(error)[:200]})"
+
+
+def _candidates(
+    module: Any,
+    linears: Sequence[str],
+    form: RegionForm,
+    outs: Sequence[Tensor],
+    arguments: Arguments,
+    value: Tensor,
+    saved: int,
+) -> list[Slices]:
+    """Return the ways to divide a replay whose value has the right shape; none for one sequence."""
+    shapes, leaves, found = [one.shape for one in outs], shapes_of(arguments), list[Slices]()
+    if sizes(shapes)[0] < 2:
+        return []
+    reason: str | None = None
+    for guess in guesses(saved, shapes, leaves):
+        cut = guess.cut(2, shapes, leaves) or WHOLE
+        part = cut.parts()[0]
+        some = [part.of(one, ratio) for one, ratio in zip(outs, cut.sources, strict=True)]
+        with torch.no_grad():
+            reason = _tried(_misfit, part, value, module, linears, form, some, narrowed(arguments, part, cut))
+        found += [replace(guess, reason=reason)]
+    return [one for one in found if one.reason is None] or found[:1]
+
+
+def _misfit(part: Part, value: Tensor, *args: Any) -> str | None:
+    is_right = replay(*args).shape == part.shape(value.shape)
+    return None if is_right else "its code has another shape for some of its sequences"
 
 
 def _floats(tree: Any) -> list[Tensor]:

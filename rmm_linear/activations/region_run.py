@@ -15,29 +15,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
 from rmm_linear.activations.base import SavingCall
+from rmm_linear.activations.region_arguments import (
+    Arguments,
+    HeldArguments,
+    Stop,
+    Which,
+    is_cache,
+    leaves_of,
+    named,
+    narrowed,
+    parts_of,
+    positional,
+    shapes_of,
+)
+from rmm_linear.activations.region_slices import DRAWS, WHOLE, Cut, Part, Slices, Sums
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.regions import pack_source, unpack_source
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
-Arguments = dict[int | str, Any]  # by position or name
-# A leaf of the output, or below 0 what the sink gets in later calls; the key or value of a call that fills a cache;
-# what the sink gets in its first call.
-Which = int | tuple[int, int] | None
-PARTS = "self_attention_cache", "cross_attention_cache"  # of a cache that is two, of which a module fills one
-
-
-class Stop(BaseException):
-    """Leaves a module's forward at the sink; code that catches exceptions does not catch it."""
-
-    def __init__(self, value: Tensor) -> None:
-        """Take what the sink gets."""
-        super().__init__()
-        self.value = value
 
 
 class Different(BaseException):
@@ -60,6 +60,7 @@ class RegionForm:
         writes: Whether the module writes into the output of a source.
         is_plain: Whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient.
         free: Arguments that nothing but sources read: the region runs without their values.
+        slices: How a replay can be divided; None in calls of one sequence.
         reason: Why modules of this class stay exact; None if they do not.
     """
 
@@ -70,6 +71,7 @@ class RegionForm:
     writes: bool = False
     is_plain: bool = False
     free: frozenset[int | str] = frozenset()
+    slices: Slices | None = None
     reason: str | None = None
 
 
@@ -90,42 +92,6 @@ class Scores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def is_cache(value: object) -> bool:
-    """Say whether an argument is a cache of keys and values, which a second run would fill again."""
-    return hasattr(value, "update") and hasattr(value, "get_seq_length")
-
-
-def parts_of(cache: Any) -> list[Any]:
-    """Return the two caches that one consists of, or it."""
-    return [one for name in PARTS if (one := getattr(cache, name, None)) is not None] or [cache]
-
-
-def _layer(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name == "layer_idx"}
-
-
-class _Refill:
-    """Stands for an empty cache when a module runs again for what it has put there."""
-
-    def __init__(self, which: tuple[int, int]) -> None:
-        self.which, self.count, self.is_updated = which, 0, {}
-        self.self_attention_cache = self.cross_attention_cache = self
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.count == self.which[0]:
-            raise Stop((key, value)[self.which[1]])
-        self.count += 1
-        return key, value
-
-    def get_seq_length(self, *args: Any) -> int:
-        return 0
-
-
-def leaves_of(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments or outputs, caches as they are."""
-    return tree_flatten(tree, is_leaf=is_cache)
-
-
 @dataclass(eq=False)
 class RegionRun:
     """One call of a module as a region, and then all that its backward pass needs besides tensors."""
@@ -139,6 +105,8 @@ class RegionRun:
     seeds: list[int]
     bits: int
     is_coded: bool = True
+    count: int = 0  # slices of the replay; 0 for as many as it needs
+    why_whole: str | None = None  # why it is not divided, where it ought to be
     outs: list[Tensor] = field(default_factory=list)  # of the sources, until they are inputs of the function
     stored: list[Tensor] = field(default_factory=list)
     like: list[tuple[list[int], torch.dtype]] = field(default_factory=list)  # of the sources' outputs
@@ -147,7 +115,7 @@ class RegionRun:
     sink_shape: torch.Size | None = None
     sinks: int = 0  # calls of the sink
     scores: Scores | None = None
-    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # scores, and those of decoded values
+    errors: list[tuple[Tensor, Tensor]] | None = None  # scores, and those of decoded values; None if not compared
 
     def forward(self) -> Any:
         """Run the module."""
@@ -208,8 +176,9 @@ class RegionRun:
 
     def _note_draws(self, place: int) -> None:
         """Keep the random state behind a source if numbers were drawn since then."""
-        if place >= 0 and not torch.equal(self.after[place], random_state(self.device)):
-            self.drawn[place] = self.after[place]
+        with _disable_current_modes():  # a simulated step's random state does not change
+            if place >= 0 and not torch.equal(self.after[place], random_state(self.device)):
+                self.drawn[place] = self.after[place]
 
     def joined(self, value: Tensor, which: Which = None) -> Tensor:
         """Return a value of the region as the result of the autograd function."""
@@ -244,6 +213,19 @@ class RegionRun:
             for part in parts:
                 vars(part).pop("update", None)
 
+    def _cut(self) -> Cut:
+        """Divide the replay where it would save much."""
+        slices, shapes = self.form.slices, [shape for shape, _ in self.like]
+        count = 1
+        if slices is not None:
+            count = self.count or slices.count(shapes, max(dtype.itemsize for _, dtype in self.like))
+        if slices is None or count < 2:
+            return WHOLE
+        cut = None if slices.reason else slices.cut(count, shapes, shapes_of(self.arguments))
+        other = "its arguments are not those of its first call" if cut is None else None
+        self.why_whole = slices.reason or (DRAWS if self.drawn else other)
+        return WHOLE if self.why_whole or cut is None else cut
+
     def _compare(self, scores: Scores) -> None:
         """Note the scores of this call, and those of the decoded values."""
         exact, scores.found, self.scores = scores.found, [], None
@@ -253,15 +235,22 @@ class RegionRun:
             random_kept(self.device),
             autocast_as(self.autocast, cached=False),
         ):
-            outs = [self._decoded(i, one) for i, one in enumerate(self.stored)]
+            cut = self._cut()
+            part = cut.parts()[0]  # some sequences show it too
+            outs = [part.of(self._decoded(i, one), cut.source(i)) for i, one in enumerate(self.stored)]
             arguments = {key: None if is_cache(one) else one for key, one in self.arguments.items()}
-            self.again(outs, arguments, self.drawn)
-        if len(exact) == len(scores.found):
-            self.errors = list(zip(exact, scores.found, strict=True))
+            self.again(outs, narrowed(arguments, part, cut), self.drawn, part=part)
+            exact = [part.of(one, one.shape[0] // part.total if part.total else 0) for one in exact]
+        self.errors = list(zip(exact, scores.found, strict=True)) if len(exact) == len(scores.found) else []
         scores.found = []
 
     def again(
-        self, outs: Sequence[Tensor], arguments: Arguments, states: dict[int, Tensor] | None = None, which: Which = None
+        self,
+        outs: Sequence[Tensor],
+        arguments: Arguments,
+        states: dict[int, Tensor] | None = None,
+        which: Which = None,
+        part: Part = Part(),  # noqa: B008 - it is frozen
     ) -> Tensor:
         """Run the module again in the modes that it had, see :func:`replay`."""
         modules = list(self.module.modules())
@@ -269,7 +258,8 @@ class RegionRun:
         try:
             for one, mode in zip(modules, self.modes, strict=True):
                 one.training = mode
-            return replay(self.module, self.linears, self.form, outs, arguments, states, self.sink_shape, which)
+            shape = part.shape(self.sink_shape)
+            return replay(self.module, self.linears, self.form, outs, arguments, states, shape, which)
         finally:
             for one, mode in zip(modules, now, strict=True):
                 one.training = mode
@@ -305,16 +295,6 @@ def own_parameters(module: Any, linears: Sequence[str]) -> dict[str, Tensor]:
     return {name: one for name, one in module.named_parameters() if id(one) not in inside}
 
 
-def positional(arguments: Arguments) -> list[Any]:
-    """Return the arguments that are given by position."""
-    return [value for key, value in arguments.items() if isinstance(key, int)]
-
-
-def named(arguments: Arguments) -> dict[str, Any]:
-    """Return those that are given by name."""
-    return {key: value for key, value in arguments.items() if isinstance(key, str)}
-
-
 @contextmanager
 def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[None]:
     """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
@@ -332,6 +312,10 @@ def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any])
                 vars(child)["forward"] = before[name]
 
 
+def _layer(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if name == "layer_idx"}
+
+
 class RegionFunction(SavingFunction):
     """A value of a region, whose gradients the module's own code computes from decoded values."""
 
@@ -340,21 +324,9 @@ class RegionFunction(SavingFunction):
         """Return the value. inputs: Outputs of the sources, arguments that need a gradient, and parameters."""
         ctx.run, ctx.which, ctx.call, ctx.calls, form = run, which, run.call, len(run.stored), run.form
         ctx.drawn = list(run.drawn)
-        ctx.values = {}  # of the arguments, without tensors
-        tensors: list[Tensor] = []
-        for key, argument in run.arguments.items():
-            leaves, spec = leaves_of(argument)
-            held: list[Any] = []
-            for leaf in leaves:
-                if not isinstance(leaf, Tensor):
-                    refill = _Refill(which) if isinstance(which, tuple) else None
-                    held.append(refill if is_cache(leaf) else leaf)
-                elif key in form.free:
-                    held.append(_AbsentTensor(leaf.shape, leaf.dtype, leaf.device))
-                else:
-                    held.append(_HeldTensor(len(tensors), leaf.requires_grad))
-                    tensors.append(leaf)
-            ctx.values[key] = held, spec
+        ctx.cut = run._cut()
+        ctx.held = HeldArguments(run.arguments, form.free, which, ctx.cut)
+        tensors = ctx.held.release()
         ctx.tensors = len(tensors)
         states = [run.drawn[place] for place in ctx.drawn]
         ctx.save_for_backward(*run.stored, *tensors, *states, *run.own.values())
@@ -374,48 +346,22 @@ class RegionFunction(SavingFunction):
         states = dict(zip(ctx.drawn, saved[calls + ctx.tensors :], strict=False))
         # As they were: the module's own may be swapped or frozen by now, and may have hooks.
         own = [one.detach().requires_grad_() for one in saved[len(saved) - len(run.own) :]]
-        outs = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
-        wanted = [one.requires_grad_() for one in outs]
-        arguments, reached = {}, []
-        for key, (held, spec) in ctx.values.items():
-            leaves = [
-                one.tensor(tensors, reached) if isinstance(one, _HeldTensor | _AbsentTensor) else one for one in held
-            ]
-            arguments[key] = tree_unflatten(leaves, spec)
-        wanted += [*reached, *own]
-        swapped = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True)))
+        decoded = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
+        cut = ctx.cut if ctx.cut.total and y.dim() and y.shape[0] % ctx.cut.total == 0 else WHOLE
+        ratio, of_sources = y.shape[0] // cut.total if cut.total else 0, [cut.source(i) for i in range(calls)]
+        swapped, sums = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True))), Sums(cut)
         with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
-            value = run.again(outs, arguments, states, ctx.which)
-            if not value.requires_grad:  # an output that depends on nothing that has a gradient
-                return (None,) * (3 + needed)
-            found = torch.autograd.grad(value, wanted, y, allow_unused=True)
-        return None, None, None, *found
-
-
-@dataclass(frozen=True)
-class _HeldTensor:
-    """A tensor among arguments, by its place among those that are saved."""
-
-    place: int
-    needs_gradient: bool
-
-    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
-        found = tensors[self.place].detach()
-        if self.needs_gradient:
-            reached.append(found.requires_grad_())
-        return found
-
-
-@dataclass(frozen=True)
-class _AbsentTensor:
-    """A tensor that only sources read: NaN, so that a use of it is seen."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
-        return torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(self.shape)
+            for part in cut.parts():
+                pairs = zip(decoded, of_sources, strict=True)
+                outs = [part.of(one, source).detach().requires_grad_() for one, source in pairs]
+                arguments, reached, ratios = ctx.held.given(tensors, part)
+                value = run.again(outs, arguments, states, ctx.which, part)
+                if not value.requires_grad:  # an output that depends on nothing that has a gradient
+                    return (None,) * (3 + needed)
+                found = torch.autograd.grad(value, [*outs, *reached, *own], part.of(y, ratio), allow_unused=True)
+                sums.add(part, found, [*of_sources, *ratios, *(0,) * len(own)])
+                del value, found, outs, arguments, reached  # before the next slice is made
+        return None, None, None, *sums.gradients()
 
 
 def replay(
