@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
@@ -56,7 +56,9 @@ class RegionForm:
         calls: Calls of linear layers before the region.
         sink: Name of the linear layer behind it; None where it ends with the module.
         sinks: Calls of the sink, each of which reads a value of the region.
-        reads: Whether a source reads what the module has made, so that gradients are on up to the last one.
+        reads: Whether a source reads what another has made, so that gradients are on up to the last one.
+        derives: Whether a source reads what the module makes of arguments alone, or is called after the sink: gradients
+            are on too, and the outputs of sources are detached, so that the scores save nothing.
         writes: Whether the module writes into the output of a source.
         is_plain: Whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient.
         free: Arguments that nothing but sources read: the region runs without their values.
@@ -68,6 +70,7 @@ class RegionForm:
     sink: str | None = None
     sinks: int = 0
     reads: bool = False
+    derives: bool = False
     writes: bool = False
     is_plain: bool = False
     free: frozenset[int | str] = frozenset()
@@ -108,12 +111,12 @@ class RegionRun:
     count: int = 0  # slices of the replay; 0 for as many as it needs
     why_whole: str | None = None  # why it is not divided, where it ought to be
     outs: list[Tensor] = field(default_factory=list)  # of the sources, until they are inputs of the function
+    results: list[Tensor] = field(default_factory=list)  # of the function
     stored: list[Tensor] = field(default_factory=list)
     like: list[tuple[list[int], torch.dtype]] = field(default_factory=list)  # of the sources' outputs
     after: list[Tensor] = field(default_factory=list)  # random states, behind each source
     drawn: dict[int, Tensor] = field(default_factory=dict)  # those from which the module has drawn numbers
-    sink_shape: torch.Size | None = None
-    sinks: int = 0  # calls of the sink
+    sink_shapes: list[torch.Size] = field(default_factory=list)  # of its outputs
     scores: Scores | None = None
     errors: list[tuple[Tensor, Tensor]] | None = None  # scores, and those of decoded values; None if not compared
 
@@ -125,10 +128,12 @@ class RegionRun:
         self.own = {name: one for name, one in own_parameters(self.module, self.linears).items() if one.requires_grad}
         self.given = {one.untyped_storage()._cdata for one in tree_leaves(self.arguments) if isinstance(one, Tensor)}
         before = random_state(self.device)
-        torch.set_grad_enabled(self.form.reads)
+        torch.set_grad_enabled(self.form.reads or self.form.derives)
         try:
             kernels = sdpa_kernel(SDPBackend.MATH) if self.form.is_plain else nullcontext()
-            with intercepted(self.module, self.linears, self._called), self._caching(), kernels:
+            # What a later source reads saves for its own backward pass, and nothing else does.
+            inside = nullcontext() if self.form.reads else exact_inside(self.module, self.linears)
+            with inside, intercepted(self.module, self.linears, self._called), self._caching(), kernels:
                 output = self.original(*positional(self.arguments), **named(self.arguments))
         except (Filled, Different):
             set_random_state(self.device, before)
@@ -137,31 +142,31 @@ class RegionRun:
             torch.set_grad_enabled(True)
         output = self._joined_output(output)
         # The node holds this object, and its tensors as saved ones, which hooks may replace.
-        self.outs, self.stored, self.after, self.drawn, self.arguments = [], [], [], {}, {}
+        self.outs, self.results, self.stored, self.after, self.drawn, self.arguments = [], [], [], [], {}, {}
         self.own = dict.fromkeys(self.own)
         return output
 
     def _called(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a linear layer: a source, the sink, or one behind the region."""
-        if self.sinks and (name != self.form.sink or self.sinks == self.form.sinks):
+        form, place, sinks = self.form, len(self.like), len(self.sink_shapes)
+        is_later = form.derives and place < form.calls  # a source after the sink
+        if sinks and (sinks == form.sinks if name == form.sink else not is_later):
             return original(*args, **kwargs)
-        place = len(self.like)
         self._note_draws(place - 1)
         torch.set_grad_enabled(True)
-        if name == self.form.sink:
-            self.sinks += 1
-            output = original(self.joined(args[0], 1 - self.sinks if self.sinks > 1 else None), *args[1:], **kwargs)
-            self.sink_shape = output.shape
+        if name == form.sink:
+            output = original(self.joined(args[0], -sinks or None), *args[1:], **kwargs)
+            self.sink_shapes.append(output.shape)
             return output
-        is_given = self.form.reads or args[0].untyped_storage()._cdata in self.given
+        is_given = form.reads or form.derives or args[0].untyped_storage()._cdata in self.given
         if not is_given or place == len(self.seeds):
             raise Different
         output = original(*args, **kwargs)
         self._add(output, place)
-        torch.set_grad_enabled(self.form.reads and place + 1 < self.form.calls)
-        if not self.form.reads:
+        torch.set_grad_enabled((form.reads and place + 1 < form.calls) or form.derives)
+        if not form.reads:
             return output.detach()
-        return output.clone() if self.form.writes else output
+        return output.clone() if form.writes else output
 
     def _add(self, output: Tensor, place: int) -> None:
         """Store the output of a source at once, as the module may write into it."""
@@ -185,7 +190,10 @@ class RegionRun:
         if self.scores is not None and which is None:
             self._compare(self.scores)
         kept = [one for one in self._kept() if one.requires_grad]
-        return RegionFunction.run(value, self, which, *self.outs, *kept, *self.own.values())
+        # A graph of the value's own, as of parameters that it reads, would be kept for nothing.
+        found = RegionFunction.run(value.detach(), self, which, *self.outs, *kept, *self.own.values())
+        self.results.append(found)
+        return found
 
     @contextmanager
     def _caching(self) -> Iterator[None]:
@@ -258,8 +266,9 @@ class RegionRun:
         try:
             for one, mode in zip(modules, self.modes, strict=True):
                 one.training = mode
-            shape = part.shape(self.sink_shape)
-            return replay(self.module, self.linears, self.form, outs, arguments, states, shape, which)
+            shapes = [part.shape(one) for one in self.sink_shapes]
+            with exact_inside(self.module):
+                return replay(self.module, self.linears, self.form, outs, arguments, states, shapes, which)
         finally:
             for one, mode in zip(modules, now, strict=True):
                 one.training = mode
@@ -273,12 +282,13 @@ class RegionRun:
         """Do so with those leaves of the module's output that the region has made."""
         leaves, spec = leaves_of(output)
         first = None
-        if not self.sinks:  # the region ends with the module
+        if not self.sink_shapes:  # the region ends with the module
             self._note_draws(len(self.like) - 1)
             first = next(i for i, one in enumerate(leaves) if isinstance(one, Tensor))
             leaves[first] = self.joined(leaves[first])
         for place, one in enumerate(leaves):
-            is_made = isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad
+            is_made = isinstance(one, Tensor) and one.is_floating_point()
+            is_made = is_made and not (one.requires_grad and (not self.form.derives or reaches(one, self.results)))
             if place != first and is_made and one.untyped_storage()._cdata not in self.given:
                 leaves[place] = self.joined(one, place)
         return tree_unflatten(leaves, spec)
@@ -314,6 +324,33 @@ def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any])
 
 def _layer(named: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name == "layer_idx"}
+
+
+def reaches(value: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Say whether a tensor is made of some outputs of linear layers."""
+    wanted = {one.grad_fn for one in outputs} - {None}
+    nodes, seen = [value.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node in wanted:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [one for one, _ in node.next_functions]
+    return False
+
+
+@contextmanager
+def exact_inside(module: nn.Module, linears: Sequence[str] = ()) -> Iterator[None]:
+    """Run converted modules inside of a module exactly, but some layers: they learn nothing, and take no seeds."""
+    others = {inner for name in linears for inner in module.get_submodule(name).modules()}
+    children = [one for one in module.modules() if isinstance(one, ConvertedModule) and one is not module]
+    with ExitStack() as stack:
+        for child in children:
+            if child not in others and "forward" not in vars(child):  # else another library has replaced it
+                vars(child)["forward"] = original_forward(child)
+                stack.callback(vars(child).pop, "forward", None)
+        yield
 
 
 class RegionFunction(SavingFunction):
@@ -371,7 +408,7 @@ def replay(
     outs: Sequence[Tensor],
     arguments: Arguments,
     states: dict[int, Tensor] | None = None,
-    sink_shape: torch.Size | None = None,
+    sink_shapes: Sequence[torch.Size] = (),
     which: Which = None,
 ) -> Tensor:
     """Run a module's own code with given outputs of its sources; return what the sink gets, or a leaf of the output.
@@ -390,7 +427,7 @@ def replay(
         sinks += name == form.sink
         if which is None or (isinstance(which, int) and which < 0 and sinks == 1 - which):
             raise Stop(args[0])
-        return args[0].new_zeros(()).expand(args[0].shape if sink_shape is None else sink_shape)
+        return args[0].new_zeros(()).expand(sink_shapes[sinks - 1] if sinks <= len(sink_shapes) else args[0].shape)
 
     original = original_forward(module)
     try:

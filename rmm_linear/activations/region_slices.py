@@ -41,9 +41,9 @@ class Part:
         """Return the rows that belong to the sequences."""
         return tensor.narrow(0, self.start * ratio, self.size * ratio) if self.total and ratio else tensor
 
-    def shape(self, shape: torch.Size | None) -> torch.Size | None:
+    def shape(self, shape: torch.Size) -> torch.Size:
         """Return the shape of these rows, of a tensor that has the sequences first."""
-        if shape is None or not self.total:
+        if not self.total:
             return shape
         return torch.Size((shape[0] // self.total * self.size, *shape[1:]))
 
@@ -185,9 +185,9 @@ class SavedBytes:
         self.seen = {one.untyped_storage()._cdata for one in given}
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor."""
+        """Count a tensor, and return it without its node."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
             self.bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()

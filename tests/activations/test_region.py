@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 
@@ -31,6 +32,7 @@ from region_helpers import (
     step,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
@@ -95,6 +97,24 @@ def test_the_check_leaves_no_trace():
     convert(again, operations=("linear", "attention"), min_rows=1)
     for one, two in zip(step(again, 5, x)[1].values(), step(other, 5, x)[1].values(), strict=True):
         assert torch.equal(one, two)
+
+
+class Watched(Scores):
+    """It notes its probabilities."""
+
+    def kept(self, p):
+        self.refs.append(StorageWeakRef(p.untyped_storage()))
+        return p
+
+
+def test_the_check_keeps_no_memory():
+    model = model_of(Watched)
+    model.first.refs = model.second.refs = refs = []
+    convert(model, operations="attention")
+    step(model, 5, batch())
+    gc.collect()
+    assert len(refs) > 4
+    assert all(one.expired() for one in refs)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
