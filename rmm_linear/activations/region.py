@@ -19,7 +19,6 @@ those of autograd. Where they are not, the module stays exact and says so.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import re
@@ -38,7 +37,7 @@ from rmm_linear.activations.region_arguments import Arguments
 from rmm_linear.activations.region_form import look
 from rmm_linear.activations.region_run import Different, Filled, RegionForm, RegionRun, Scores
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.learned import ScoreSpread
+from rmm_linear.context.learned import ScoreSpread, read_all
 from rmm_linear.context.surroundings import in_backward
 from rmm_linear.sketches.seeds import draw_seed, is_capturing, seeds_of
 
@@ -47,6 +46,10 @@ logger = logging.getLogger(__name__)
 _WIDE = 8  # bits where scores spread far
 _TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
 _CHANGING = "it calls its linear layers otherwise from call to call"
+_DIVIDED = (
+    "Attention with code of its own runs outside of compiled code, which is divided around it: %s is the first. With "
+    "fullgraph=True, leave 'attention' out of operations, or use attn_implementation='sdpa' where the model has it."
+)
 _CHOICES = re.compile("topk|argmax|argsort|multinomial")
 _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_attn|flex_attention")
 
@@ -67,12 +70,13 @@ class PackedRegion(AttendingModule):
         self.rmm_linears, self.rmm_form = tuple(linears), None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, in training as a region; exactly in compiled code."""
+        """Run the module's own forward, in training as a region; outside of compiled code."""
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        return (_run_uncompiled if torch.compiler.is_compiling() else PackedRegion._run)(self, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = super().forward
-        if self.training and torch.compiler.is_compiling():
-            _warn_of_compiler(type(self).__name__.removeprefix("Packed"))
-        if not self.training or torch.compiler.is_compiling():
-            return original(*args, **kwargs)
         vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes 3 µs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         first = next((one for one in tensors if one.is_floating_point()), None)
@@ -111,6 +115,8 @@ class PackedRegion(AttendingModule):
         if run.errors is not None and spread is not None:
             spread.observe_errors(run.errors)
             run.errors = None
+            if not (spread.is_observing or self.rmm_context is None or self.rmm_context.is_open()):
+                read_all([spread])  # compiled code around it opens no forward pass that does
         return output
 
     def _note_whole(self, reason: str | None) -> None:
@@ -155,20 +161,16 @@ class PackedRegion(AttendingModule):
         return spread if isinstance(spread, ScoreSpread) else None
 
 
-@torch.compiler.assume_constant_result
-def _warn_of_compiler(kind: str) -> bool:
-    """Say once for a class that compiled code runs it exactly; as it is traced."""
-    _warn(kind)
-    return True
+def _run_divided(module: PackedRegion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = module.rmm_context
+    if context is not None and _DIVIDED not in context.checks.said:
+        context.checks.said.add(_DIVIDED)
+        logger.warning(_DIVIDED, context.names[module.rmm_index])
+    return module._run(args, kwargs)
 
 
-@functools.cache
-def _warn(kind: str) -> None:
-    logger.warning(
-        "Compiled code runs the attention of %s exactly, and saves for it what it saved before. Use "
-        "attn_implementation='sdpa' where the model has it, or leave such modules out of torch.compile.",
-        kind,
-    )
+# Compilers do not trace autograd inside of a function of it.
+_run_uncompiled: Any = torch.compiler.disable(_run_divided)
 
 
 def reads_softmax(module: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
-from rmm_linear.activations.region import PackedRegion, _warn, reads_softmax
+from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.context.learned import MOST_SPREAD, ScoreSpread
 
 
@@ -267,19 +267,6 @@ def test_what_names_a_softmax():
     assert reads_softmax(hf.models.llama.modeling_llama.LlamaAttention(hf.LlamaConfig(hidden_size=32), 0))
     assert not reads_softmax(nn.Linear(2, 2))
     assert not reads_softmax(hf.models.llama.modeling_llama.LlamaMLP(hf.LlamaConfig(hidden_size=32)))
-
-
-def test_compiled_code_says_that_it_is_exact(caplog):
-    _warn.cache_clear()
-    torch._dynamo.reset()
-    model, x = model_of(Capped), batch()
-    convert(model, operations="attention")
-    with caplog.at_level(logging.WARNING):
-        found = step(torch.compile(model, backend="aot_eager"), 5, x)
-    assert torch.equal(found[0], step(model_of(Capped), 5, x)[0])
-    (message,) = [one for one in caplog.messages if "Compiled code" in one]
-    assert "the attention of Capped exactly" in message
-    torch._dynamo.reset()
 
 
 class Compared(Scores):
