@@ -139,14 +139,15 @@ class PackedRegion(AttendingModule):
         # Flags are what modules of one class differ in, as by their layer.
         flags = ((name, value) for name, value in vars(self).items() if type(value) is bool and name[:4] != "rmm_")
         # One sequence does not show which tensors have them first.
-        is_alone = next(len(one) for one in tree_leaves(arguments) if isinstance(one, Tensor) and one.dim()) < 2
+        leaves = tree_leaves(arguments)
+        is_alone = next((len(one) for one in leaves if isinstance(one, Tensor) and one.dim()), 0) < 2
         key = type(self), self.rmm_linears, is_alone, *flags
         form = known.get(key)
         if form is None:
-            is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
-            with nullcontext() if is_fake else _disable_current_modes():
-                form = look(self, self.rmm_linears, original, arguments, is_checked=not is_fake)
-            if not is_fake:
+            fake = next((leaf for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+            with _disable_current_modes(), nullcontext() if fake is None else fake.fake_mode:  # counts nothing of it
+                form = look(self, self.rmm_linears, original, arguments, is_checked=fake is None)
+            if fake is None:
                 known[key] = form
                 vars(self)["rmm_form"] = form if self.rmm_context is None else None
         return form

@@ -226,7 +226,8 @@ class RegionRun:
         slices, shapes = self.form.slices, [shape for shape, _ in self.like]
         count = 1
         if slices is not None:
-            count = self.count or slices.count(shapes, max(dtype.itemsize for _, dtype in self.like))
+            itemsize = max(dtype.itemsize for _, dtype in self.like)
+            count = self.count or slices.count(shapes, itemsize, self.device)
         if slices is None or count < 2:
             return WHOLE
         cut = None if slices.reason else slices.cut(count, shapes, shapes_of(self.arguments))

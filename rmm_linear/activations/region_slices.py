@@ -7,13 +7,15 @@ drawn again in parts, nor where the first call has shown that the gradients are 
 run, as with sequences in another dimension.
 
 Rule: the first call counts the bytes that a replay saves for autograd. They grow with the number of sequences, and with
-their length at most squared. There are as few slices as keep them below twice the bytes of the sources' outputs, or
-128 MiB if that is more, and four at most: the forward pass runs whole and holds some tensors of the size of the scores,
-so that more slices would take time without lowering the peak of a step. A slice has a sequence at least.
+their length at most squared. There are as few slices as keep them below the largest of twice the bytes of the sources'
+outputs, 128 MiB, and a 128th of a GPU's memory, where kernels would take less time than their launches. There are four
+at most: the forward pass runs whole and holds some tensors of the size of the scores, so that more slices would take
+time without lowering the peak of a step. A slice has a sequence at least.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from torch import Tensor
 
 _MULTIPLE = 2  # of the bytes of the sources' outputs, a slice's at most
 _MOST = 4  # slices
-_LEAST = 128 * 2**20  # bytes; below, kernels of a slice take less time than their launches
+_LEAST = 128 * 2**20  # bytes of a slice, below which nothing is divided
+_SHARE = 128  # of a GPU's memory, the same
 DRAWS = "random numbers are drawn between its linear layers"
 Place = tuple[int | str, int]  # an argument, and a leaf of it
 Shape = Sequence[int]
@@ -92,11 +95,11 @@ class Slices:
     is_wide: bool = False
     reason: str | None = None
 
-    def count(self, shapes: Sequence[Shape], itemsize: int) -> int:
+    def count(self, shapes: Sequence[Shape], itemsize: int, device: torch.device) -> int:
         """Return the number of slices that a call needs; shapes: of the sources' outputs."""
         total, longest, pairs = sizes(shapes)
         saved = self.saved * max(longest / self.longest, pairs / self.pairs)
-        limit = max(_LEAST, _MULTIPLE * itemsize * sum(map(math.prod, shapes)))
+        limit = max(_LEAST, memory_of(device) // _SHARE, _MULTIPLE * itemsize * sum(map(math.prod, shapes)))
         return min(_MOST, -(-total // max(1, int(limit / max(saved, 1.0)))))
 
     def cut(self, count: int, shapes: Sequence[Shape], leaves: dict[Place, Shape]) -> Cut | None:
@@ -110,6 +113,13 @@ class Slices:
             found[place] = ratio if ratio and shape[0] == ratio * total else 0
         sources = tuple(ratio_of(shape, total, is_wide=self.is_wide) for shape in shapes)
         return Cut(min(count, total), total, sources, found)
+
+
+@functools.cache
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of a GPU; 0 for other devices, and those that are simulated."""
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if is_there else 0
 
 
 def sizes(shapes: Sequence[Shape]) -> tuple[int, int, int]:

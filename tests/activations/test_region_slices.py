@@ -28,7 +28,7 @@ from region_helpers import (
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rmm_linear import convert
+from rmm_linear import convert, planning
 from rmm_linear.activations import region_slices
 from rmm_linear.activations.region_slices import DRAWS, Slices, Sums
 from rmm_linear.memory.peak import LiveTensors, Peak
@@ -138,15 +138,39 @@ def test_where_little_is_saved_there_is_one_slice(counts, caplog):
     assert not caplog.messages
 
 
-def test_the_number_of_slices():
-    found = Slices(2**30, 1024, 1024**2, {})
-    assert found.count([[8, 1024, 512]] * 3, 2) == 4  # more would not lower the peak
-    assert found.count([[8, 256, 512]] * 3, 2) == 4
-    assert Slices(2**26, 1024, 1024**2, {}).count([[8, 1024, 512]] * 3, 2) == 4
-    assert Slices(2**26, 1024, 1024**2, {}).count([[2, 1024, 512]] * 3, 2) == 1
-    assert Slices(2**26, 1024, 1024**2, {}).count([[8, 256, 512]] * 3, 2) == 1
-    assert Slices(2**26, 1024, 1024**2, {}).count([[2, 2048, 512]] * 3, 2) == 2
-    assert Slices(2**26, 1024, 1024**2, {}).count([[8, 1024, 16384]] * 3, 2) == 1  # twice the sources' bytes
+def test_the_number_of_slices(monkeypatch):
+    def count(mib, shape):
+        return Slices(mib * 2**20, 1024, 1024**2, {}).count([shape] * 3, 2, torch.device("cpu"))
+
+    assert count(1024, [8, 1024, 512]) == 4  # more would not lower the peak
+    assert count(1024, [8, 256, 512]) == 4
+    assert count(64, [8, 1024, 512]) == 4
+    assert count(64, [2, 1024, 512]) == 1
+    assert count(64, [8, 256, 512]) == 1
+    assert count(64, [2, 2048, 512]) == 2
+    assert count(64, [8, 1024, 16384]) == 1  # twice the sources' bytes
+    monkeypatch.setattr(region_slices, "memory_of", lambda device: 256 * 128 * 2**20)
+    assert count(64, [8, 1024, 512]) == 2  # a 128th of a GPU
+
+
+def test_the_peak_of_blocks_that_were_measured_on_a_gpu(monkeypatch):
+    """That of exact blocks is 10,370 MiB there too."""
+    config = hf.Gemma2Config(
+        hidden_size=2304, intermediate_size=9216, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+        num_hidden_layers=2, vocab_size=100, pad_token_id=0, attn_implementation="eager",
+    )  # fmt: skip
+    peaks = []
+    for most in (0, 1, 3):
+        monkeypatch.setattr(region_slices, "_MOST", most)
+        with torch.device("meta"):
+            model = hf.Gemma2Model(config).to(torch.bfloat16).train()
+            x = torch.empty(8, 2048, 2304, dtype=torch.bfloat16, requires_grad=True)
+        if most:
+            convert(model)
+        peaks.append(planning.simulate(model, {"inputs_embeds": x, "use_cache": False}).bytes / 2**20)
+    assert int(peaks[0]) == 10370
+    assert peaks[1] < 4800
+    assert peaks[2] < 3600
 
 
 class Sized(Scores):
