@@ -174,14 +174,13 @@ def _look(
     last = 1 - form.sinks if form.sinks > 1 else None  # call of the sink, before which all is read
     saved = SavedBytes([*outs, *_floats(again), *module.parameters()])
     with _Reads(floats) as reads, torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-        value = replay(module, linears, form, outs, again, None, shapes, last)
+        shape = replay(module, linears, form, outs, again, None, shapes, last).shape
     form.free = frozenset(floats.keys() - reads.read)
     run = functools.partial(replay, module, linears, form)
 
     def misfit(part: Part, some: Sequence[Tensor], arguments: Arguments) -> str | None:
-        found = run(some, arguments, None, [part.shape(one) for one in shapes], last)
-        is_right = found.shape == part.shape(value.shape)
-        return None if is_right else "its code has another shape for some of its sequences"
+        found = run(some, arguments, None, [part.shape(one) for one in shapes], last).shape
+        return None if found == part.shape(shape) else "its code has another shape for some of its sequences"
 
     candidates = _candidates(misfit, outs, again, saved.bytes)
     if buffers is None:

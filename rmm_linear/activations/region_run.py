@@ -58,7 +58,7 @@ class RegionForm:
         sinks: Calls of the sink, each of which reads a value of the region.
         reads: Whether a source reads what another has made, so that gradients are on up to the last one.
         derives: Whether a source reads what the module makes of arguments alone, or is called after the sink: gradients
-            are on too, and the outputs of sources are detached, so that the scores save nothing.
+            are on too, and the outputs of sources are detached, so that scores save nothing.
         writes: Whether the module writes into the output of a source.
         is_plain: Whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient.
         free: Arguments that nothing but sources read: the region runs without their values.
@@ -163,7 +163,7 @@ class RegionRun:
             raise Different
         output = original(*args, **kwargs)
         self._add(output, place)
-        torch.set_grad_enabled((form.reads and place + 1 < form.calls) or form.derives)
+        torch.set_grad_enabled((form.reads or form.derives) and (place + 1 < form.calls or sinks > 0))
         if not form.reads:
             return output.detach()
         return output.clone() if form.writes else output
