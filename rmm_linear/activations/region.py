@@ -19,7 +19,6 @@ those of autograd. Where they are not, the module stays exact and says so.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import re
@@ -34,10 +33,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.attention import AttendingModule
+from rmm_linear.activations.region_arguments import Arguments
 from rmm_linear.activations.region_form import look
-from rmm_linear.activations.region_run import Arguments, Different, Filled, RegionForm, RegionRun, Scores
+from rmm_linear.activations.region_run import Different, Filled, RegionForm, RegionRun, Scores
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.learned import ScoreSpread
+from rmm_linear.context.learned import ScoreSpread, read_all
 from rmm_linear.context.surroundings import in_backward
 from rmm_linear.sketches.seeds import draw_seed, is_capturing, seeds_of
 
@@ -46,6 +46,10 @@ logger = logging.getLogger(__name__)
 _WIDE = 8  # bits where scores spread far
 _TOO_LARGE = "its scores are so large that even codes of 8 bits would bias its gradient"
 _CHANGING = "it calls its linear layers otherwise from call to call"
+_DIVIDED = (
+    "Attention with code of its own runs outside of compiled code, which is divided around it: %s is the first. With "
+    "fullgraph=True, leave 'attention' out of operations, or use attn_implementation='sdpa' where the model has it."
+)
 _CHOICES = re.compile("topk|argmax|argsort|multinomial")
 _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_attn|flex_attention")
 
@@ -66,12 +70,13 @@ class PackedRegion(AttendingModule):
         self.rmm_linears, self.rmm_form = tuple(linears), None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, in training as a region; exactly in compiled code."""
+        """Run the module's own forward, in training as a region; outside of compiled code."""
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        return (_run_uncompiled if torch.compiler.is_compiling() else PackedRegion._run)(self, args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = super().forward
-        if self.training and torch.compiler.is_compiling():
-            _warn_of_compiler(type(self).__name__.removeprefix("Packed"))
-        if not self.training or torch.compiler.is_compiling():
-            return original(*args, **kwargs)
         vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes 3 µs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         first = next((one for one in tensors if one.is_floating_point()), None)
@@ -95,10 +100,9 @@ class PackedRegion(AttendingModule):
         seed = draw_seed() if call.seed is None else call.seed
         bits = _WIDE if spread is not None and spread.is_large else self._bits
         run = RegionRun(self, self.rmm_linears, original, form, arguments, call, seeds_of(seed, form.calls), bits)
+        run.scores = None if in_backward() or isinstance(first, FakeTensor) else self._scores
         try:
-            if spread is None or not spread.is_observing or in_backward() or isinstance(first, FakeTensor):
-                return run.forward()
-            with Scores() as run.scores:
+            with run.scores or nullcontext():
                 output = run.forward()
         except Filled:
             self._note_exact("its KV cache is not empty")
@@ -107,9 +111,25 @@ class PackedRegion(AttendingModule):
             again = None if self.rmm_form is None else RegionForm(reason=_CHANGING)
             vars(self)["rmm_form"] = again or look(self, self.rmm_linears, original, arguments)
             return original(*args, **kwargs)
-        spread.observe_errors(run.errors)
-        run.errors.clear()
+        self._note_whole(run.why_whole)
+        if run.errors is not None and spread is not None:
+            spread.observe_errors(run.errors)
+            run.errors = None
+            if not (spread.is_observing or self.rmm_context is None or self.rmm_context.is_open()):
+                read_all([spread])  # compiled code around it opens no forward pass that does
         return output
+
+    def _note_whole(self, reason: str | None) -> None:
+        """Say once for a model why a replay that saves much is not divided."""
+        said = self.rmm_context.checks.said if self.rmm_context is not None else set[str]()
+        if reason is not None and f"whole: {reason}" not in said:
+            said.add(f"whole: {reason}")
+            logger.warning(
+                "The attention of %s runs again for all sequences at once, which takes much memory in the backward "
+                "pass: %s. Further modules with the same reason are not named.",
+                type(self).__name__ if self.rmm_context is None else self.rmm_context.names[self.rmm_index],
+                reason,
+            )
 
     def _form(self, original: Callable[..., Any], arguments: Arguments) -> RegionForm:
         """Return what is known of the module's class; a simulated step, which has no values, checks nothing."""
@@ -118,16 +138,23 @@ class PackedRegion(AttendingModule):
         known: dict[Any, RegionForm] = {} if self.rmm_context is None else self.rmm_context.regions
         # Flags are what modules of one class differ in, as by their layer.
         flags = ((name, value) for name, value in vars(self).items() if type(value) is bool and name[:4] != "rmm_")
-        key = type(self), self.rmm_linears, *flags
+        # One sequence does not show which tensors have them first.
+        leaves = tree_leaves(arguments)
+        is_alone = next((len(one) for one in leaves if isinstance(one, Tensor) and one.dim()), 0) < 2
+        key = type(self), self.rmm_linears, is_alone, *flags
         form = known.get(key)
         if form is None:
-            is_fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(arguments))
-            with nullcontext() if is_fake else _disable_current_modes():
-                form = look(self, self.rmm_linears, original, arguments, is_checked=not is_fake)
-            if not is_fake:
+            fake = next((leaf for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+            with _disable_current_modes(), nullcontext() if fake is None else fake.fake_mode:  # counts nothing of it
+                form = look(self, self.rmm_linears, original, arguments, is_checked=fake is None)
+            if fake is None:
                 known[key] = form
                 vars(self)["rmm_form"] = form if self.rmm_context is None else None
         return form
+
+    @property
+    def _scores(self) -> Scores | None:
+        return Scores() if self._spread is not None and self._spread.is_observing else None
 
     @property
     def _spread(self) -> ScoreSpread | None:
@@ -135,20 +162,16 @@ class PackedRegion(AttendingModule):
         return spread if isinstance(spread, ScoreSpread) else None
 
 
-@torch.compiler.assume_constant_result
-def _warn_of_compiler(kind: str) -> bool:
-    """Say once for a class that compiled code runs it exactly; as it is traced."""
-    _warn(kind)
-    return True
+def _run_divided(module: PackedRegion, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = module.rmm_context
+    if context is not None and _DIVIDED not in context.checks.said:
+        context.checks.said.add(_DIVIDED)
+        logger.warning(_DIVIDED, context.names[module.rmm_index])
+    return module._run(args, kwargs)
 
 
-@functools.cache
-def _warn(kind: str) -> None:
-    logger.warning(
-        "Compiled code runs the attention of %s exactly, and saves for it what it saved before. Use "
-        "attn_implementation='sdpa' where the model has it, or leave such modules out of torch.compile.",
-        kind,
-    )
+# Compilers do not trace autograd inside of a function of it.
+_run_uncompiled: Any = torch.compiler.disable(_run_divided)
 
 
 def reads_softmax(module: nn.Module) -> bool:

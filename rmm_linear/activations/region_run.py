@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
 from rmm_linear.activations.base import SavingCall
+from rmm_linear.activations.region_arguments import (
+    Arguments,
+    HeldArguments,
+    Stop,
+    Which,
+    is_cache,
+    leaves_of,
+    named,
+    narrowed,
+    parts_of,
+    positional,
+    shapes_of,
+)
+from rmm_linear.activations.region_slices import DRAWS, WHOLE, Cut, Part, Slices, Sums
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.regions import pack_source, unpack_source
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
-Arguments = dict[int | str, Any]  # by position or name
-# A leaf of the output, or below 0 what the sink gets in later calls; the key or value of a call that fills a cache;
-# what the sink gets in its first call.
-Which = int | tuple[int, int] | None
-PARTS = "self_attention_cache", "cross_attention_cache"  # of a cache that is two, of which a module fills one
-
-
-class Stop(BaseException):
-    """Leaves a module's forward at the sink; code that catches exceptions does not catch it."""
-
-    def __init__(self, value: Tensor) -> None:
-        """Take what the sink gets."""
-        super().__init__()
-        self.value = value
 
 
 class Different(BaseException):
@@ -56,10 +56,13 @@ class RegionForm:
         calls: Calls of linear layers before the region.
         sink: Name of the linear layer behind it; None where it ends with the module.
         sinks: Calls of the sink, each of which reads a value of the region.
-        reads: Whether a source reads what the module has made, so that gradients are on up to the last one.
+        reads: Whether a source reads what another has made, so that gradients are on up to the last one.
+        derives: Whether a source reads what the module makes of arguments alone, or is called after the sink: gradients
+            are on too, and the outputs of sources are detached, so that scores save nothing.
         writes: Whether the module writes into the output of a source.
         is_plain: Whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient.
         free: Arguments that nothing but sources read: the region runs without their values.
+        slices: How a replay can be divided; None in calls of one sequence.
         reason: Why modules of this class stay exact; None if they do not.
     """
 
@@ -67,9 +70,11 @@ class RegionForm:
     sink: str | None = None
     sinks: int = 0
     reads: bool = False
+    derives: bool = False
     writes: bool = False
     is_plain: bool = False
     free: frozenset[int | str] = frozenset()
+    slices: Slices | None = None
     reason: str | None = None
 
 
@@ -90,42 +95,6 @@ class Scores(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def is_cache(value: object) -> bool:
-    """Say whether an argument is a cache of keys and values, which a second run would fill again."""
-    return hasattr(value, "update") and hasattr(value, "get_seq_length")
-
-
-def parts_of(cache: Any) -> list[Any]:
-    """Return the two caches that one consists of, or it."""
-    return [one for name in PARTS if (one := getattr(cache, name, None)) is not None] or [cache]
-
-
-def _layer(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name == "layer_idx"}
-
-
-class _Refill:
-    """Stands for an empty cache when a module runs again for what it has put there."""
-
-    def __init__(self, which: tuple[int, int]) -> None:
-        self.which, self.count, self.is_updated = which, 0, {}
-        self.self_attention_cache = self.cross_attention_cache = self
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.count == self.which[0]:
-            raise Stop((key, value)[self.which[1]])
-        self.count += 1
-        return key, value
-
-    def get_seq_length(self, *args: Any) -> int:
-        return 0
-
-
-def leaves_of(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments or outputs, caches as they are."""
-    return tree_flatten(tree, is_leaf=is_cache)
-
-
 @dataclass(eq=False)
 class RegionRun:
     """One call of a module as a region, and then all that its backward pass needs besides tensors."""
@@ -139,15 +108,17 @@ class RegionRun:
     seeds: list[int]
     bits: int
     is_coded: bool = True
+    count: int = 0  # slices of the replay; 0 for as many as it needs
+    why_whole: str | None = None  # why it is not divided, where it ought to be
     outs: list[Tensor] = field(default_factory=list)  # of the sources, until they are inputs of the function
+    results: list[Tensor] = field(default_factory=list)  # of the function
     stored: list[Tensor] = field(default_factory=list)
     like: list[tuple[list[int], torch.dtype]] = field(default_factory=list)  # of the sources' outputs
     after: list[Tensor] = field(default_factory=list)  # random states, behind each source
     drawn: dict[int, Tensor] = field(default_factory=dict)  # those from which the module has drawn numbers
-    sink_shape: torch.Size | None = None
-    sinks: int = 0  # calls of the sink
+    sink_shapes: list[torch.Size] = field(default_factory=list)  # of its outputs
     scores: Scores | None = None
-    errors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # scores, and those of decoded values
+    errors: list[tuple[Tensor, Tensor]] | None = None  # scores, and those of decoded values; None if not compared
 
     def forward(self) -> Any:
         """Run the module."""
@@ -157,10 +128,12 @@ class RegionRun:
         self.own = {name: one for name, one in own_parameters(self.module, self.linears).items() if one.requires_grad}
         self.given = {one.untyped_storage()._cdata for one in tree_leaves(self.arguments) if isinstance(one, Tensor)}
         before = random_state(self.device)
-        torch.set_grad_enabled(self.form.reads)
+        torch.set_grad_enabled(self.form.reads or self.form.derives)
         try:
             kernels = sdpa_kernel(SDPBackend.MATH) if self.form.is_plain else nullcontext()
-            with intercepted(self.module, self.linears, self._called), self._caching(), kernels:
+            # What a later source reads saves for its own backward pass, and nothing else does.
+            inside = nullcontext() if self.form.reads else exact_inside(self.module, self.linears)
+            with inside, intercepted(self.module, self.linears, self._called), self._caching(), kernels:
                 output = self.original(*positional(self.arguments), **named(self.arguments))
         except (Filled, Different):
             set_random_state(self.device, before)
@@ -169,31 +142,31 @@ class RegionRun:
             torch.set_grad_enabled(True)
         output = self._joined_output(output)
         # The node holds this object, and its tensors as saved ones, which hooks may replace.
-        self.outs, self.stored, self.after, self.drawn, self.arguments = [], [], [], {}, {}
+        self.outs, self.results, self.stored, self.after, self.drawn, self.arguments = [], [], [], [], {}, {}
         self.own = dict.fromkeys(self.own)
         return output
 
     def _called(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a linear layer: a source, the sink, or one behind the region."""
-        if self.sinks and (name != self.form.sink or self.sinks == self.form.sinks):
+        form, place, sinks = self.form, len(self.like), len(self.sink_shapes)
+        is_later = form.derives and place < form.calls  # a source after the sink
+        if sinks and (sinks == form.sinks if name == form.sink else not is_later):
             return original(*args, **kwargs)
-        place = len(self.like)
         self._note_draws(place - 1)
         torch.set_grad_enabled(True)
-        if name == self.form.sink:
-            self.sinks += 1
-            output = original(self.joined(args[0], 1 - self.sinks if self.sinks > 1 else None), *args[1:], **kwargs)
-            self.sink_shape = output.shape
+        if name == form.sink:
+            output = original(self.joined(args[0], -sinks or None), *args[1:], **kwargs)
+            self.sink_shapes.append(output.shape)
             return output
-        is_given = self.form.reads or args[0].untyped_storage()._cdata in self.given
+        is_given = form.reads or form.derives or args[0].untyped_storage()._cdata in self.given
         if not is_given or place == len(self.seeds):
             raise Different
         output = original(*args, **kwargs)
         self._add(output, place)
-        torch.set_grad_enabled(self.form.reads and place + 1 < self.form.calls)
-        if not self.form.reads:
+        torch.set_grad_enabled((form.reads or form.derives) and (place + 1 < form.calls or sinks > 0))
+        if not form.reads:
             return output.detach()
-        return output.clone() if self.form.writes else output
+        return output.clone() if form.writes else output
 
     def _add(self, output: Tensor, place: int) -> None:
         """Store the output of a source at once, as the module may write into it."""
@@ -208,15 +181,19 @@ class RegionRun:
 
     def _note_draws(self, place: int) -> None:
         """Keep the random state behind a source if numbers were drawn since then."""
-        if place >= 0 and not torch.equal(self.after[place], random_state(self.device)):
-            self.drawn[place] = self.after[place]
+        with _disable_current_modes():  # a simulated step's random state does not change
+            if place >= 0 and not torch.equal(self.after[place], random_state(self.device)):
+                self.drawn[place] = self.after[place]
 
     def joined(self, value: Tensor, which: Which = None) -> Tensor:
         """Return a value of the region as the result of the autograd function."""
         if self.scores is not None and which is None:
             self._compare(self.scores)
         kept = [one for one in self._kept() if one.requires_grad]
-        return RegionFunction.run(value, self, which, *self.outs, *kept, *self.own.values())
+        # A graph of the value's own, as of parameters that it reads, would be kept for nothing.
+        found = RegionFunction.run(value.detach(), self, which, *self.outs, *kept, *self.own.values())
+        self.results.append(found)
+        return found
 
     @contextmanager
     def _caching(self) -> Iterator[None]:
@@ -244,6 +221,20 @@ class RegionRun:
             for part in parts:
                 vars(part).pop("update", None)
 
+    def _cut(self) -> Cut:
+        """Divide the replay where it would save much."""
+        slices, shapes = self.form.slices, [shape for shape, _ in self.like]
+        count = 1
+        if slices is not None:
+            itemsize = max(dtype.itemsize for _, dtype in self.like)
+            count = self.count or slices.count(shapes, itemsize, self.device)
+        if slices is None or count < 2:
+            return WHOLE
+        cut = None if slices.reason else slices.cut(count, shapes, shapes_of(self.arguments))
+        other = "its arguments are not those of its first call" if cut is None else None
+        self.why_whole = slices.reason or (DRAWS if self.drawn else other)
+        return WHOLE if self.why_whole or cut is None else cut
+
     def _compare(self, scores: Scores) -> None:
         """Note the scores of this call, and those of the decoded values."""
         exact, scores.found, self.scores = scores.found, [], None
@@ -253,15 +244,22 @@ class RegionRun:
             random_kept(self.device),
             autocast_as(self.autocast, cached=False),
         ):
-            outs = [self._decoded(i, one) for i, one in enumerate(self.stored)]
+            cut = self._cut()
+            part = cut.parts()[0]  # some sequences show it too
+            outs = [part.of(self._decoded(i, one), cut.source(i)) for i, one in enumerate(self.stored)]
             arguments = {key: None if is_cache(one) else one for key, one in self.arguments.items()}
-            self.again(outs, arguments, self.drawn)
-        if len(exact) == len(scores.found):
-            self.errors = list(zip(exact, scores.found, strict=True))
+            self.again(outs, narrowed(arguments, part, cut), self.drawn, part=part)
+            exact = [part.of(one, one.shape[0] // part.total if part.total else 0) for one in exact]
+        self.errors = list(zip(exact, scores.found, strict=True)) if len(exact) == len(scores.found) else []
         scores.found = []
 
     def again(
-        self, outs: Sequence[Tensor], arguments: Arguments, states: dict[int, Tensor] | None = None, which: Which = None
+        self,
+        outs: Sequence[Tensor],
+        arguments: Arguments,
+        states: dict[int, Tensor] | None = None,
+        which: Which = None,
+        part: Part = Part(),  # noqa: B008 - it is frozen
     ) -> Tensor:
         """Run the module again in the modes that it had, see :func:`replay`."""
         modules = list(self.module.modules())
@@ -269,7 +267,9 @@ class RegionRun:
         try:
             for one, mode in zip(modules, self.modes, strict=True):
                 one.training = mode
-            return replay(self.module, self.linears, self.form, outs, arguments, states, self.sink_shape, which)
+            shapes = [part.shape(one) for one in self.sink_shapes]
+            with exact_inside(self.module):
+                return replay(self.module, self.linears, self.form, outs, arguments, states, shapes, which)
         finally:
             for one, mode in zip(modules, now, strict=True):
                 one.training = mode
@@ -283,12 +283,13 @@ class RegionRun:
         """Do so with those leaves of the module's output that the region has made."""
         leaves, spec = leaves_of(output)
         first = None
-        if not self.sinks:  # the region ends with the module
+        if not self.sink_shapes:  # the region ends with the module
             self._note_draws(len(self.like) - 1)
             first = next(i for i, one in enumerate(leaves) if isinstance(one, Tensor))
             leaves[first] = self.joined(leaves[first])
         for place, one in enumerate(leaves):
-            is_made = isinstance(one, Tensor) and one.is_floating_point() and not one.requires_grad
+            is_made = isinstance(one, Tensor) and one.is_floating_point()
+            is_made = is_made and not (one.requires_grad and (not self.form.derives or reaches(one, self.results)))
             if place != first and is_made and one.untyped_storage()._cdata not in self.given:
                 leaves[place] = self.joined(one, place)
         return tree_unflatten(leaves, spec)
@@ -303,16 +304,6 @@ def own_parameters(module: Any, linears: Sequence[str]) -> dict[str, Tensor]:
     """Return the parameters of a module that are in none of its linear layers, by name."""
     inside = {id(one) for name in linears for one in module.get_submodule(name).parameters()}
     return {name: one for name, one in module.named_parameters() if id(one) not in inside}
-
-
-def positional(arguments: Arguments) -> list[Any]:
-    """Return the arguments that are given by position."""
-    return [value for key, value in arguments.items() if isinstance(key, int)]
-
-
-def named(arguments: Arguments) -> dict[str, Any]:
-    """Return those that are given by name."""
-    return {key: value for key, value in arguments.items() if isinstance(key, str)}
 
 
 @contextmanager
@@ -332,6 +323,37 @@ def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any])
                 vars(child)["forward"] = before[name]
 
 
+def _layer(named: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if name == "layer_idx"}
+
+
+def reaches(value: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Say whether a tensor is made of some outputs of linear layers."""
+    wanted = {one.grad_fn for one in outputs} - {None}
+    nodes, seen = [value.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node in wanted:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [one for one, _ in node.next_functions]
+    return False
+
+
+@contextmanager
+def exact_inside(module: nn.Module, linears: Sequence[str] = ()) -> Iterator[None]:
+    """Run converted modules inside of a module exactly, but some layers: they learn nothing, and take no seeds."""
+    others = {inner for name in linears for inner in module.get_submodule(name).modules()}
+    children = [one for one in module.modules() if isinstance(one, ConvertedModule) and one is not module]
+    with ExitStack() as stack:
+        for child in children:
+            if child not in others and "forward" not in vars(child):  # else another library has replaced it
+                vars(child)["forward"] = original_forward(child)
+                stack.callback(vars(child).pop, "forward", None)
+        yield
+
+
 class RegionFunction(SavingFunction):
     """A value of a region, whose gradients the module's own code computes from decoded values."""
 
@@ -340,21 +362,9 @@ class RegionFunction(SavingFunction):
         """Return the value. inputs: Outputs of the sources, arguments that need a gradient, and parameters."""
         ctx.run, ctx.which, ctx.call, ctx.calls, form = run, which, run.call, len(run.stored), run.form
         ctx.drawn = list(run.drawn)
-        ctx.values = {}  # of the arguments, without tensors
-        tensors: list[Tensor] = []
-        for key, argument in run.arguments.items():
-            leaves, spec = leaves_of(argument)
-            held: list[Any] = []
-            for leaf in leaves:
-                if not isinstance(leaf, Tensor):
-                    refill = _Refill(which) if isinstance(which, tuple) else None
-                    held.append(refill if is_cache(leaf) else leaf)
-                elif key in form.free:
-                    held.append(_AbsentTensor(leaf.shape, leaf.dtype, leaf.device))
-                else:
-                    held.append(_HeldTensor(len(tensors), leaf.requires_grad))
-                    tensors.append(leaf)
-            ctx.values[key] = held, spec
+        ctx.cut = run._cut()
+        ctx.held = HeldArguments(run.arguments, form.free, which, ctx.cut)
+        tensors = ctx.held.release()
         ctx.tensors = len(tensors)
         states = [run.drawn[place] for place in ctx.drawn]
         ctx.save_for_backward(*run.stored, *tensors, *states, *run.own.values())
@@ -374,48 +384,22 @@ class RegionFunction(SavingFunction):
         states = dict(zip(ctx.drawn, saved[calls + ctx.tensors :], strict=False))
         # As they were: the module's own may be swapped or frozen by now, and may have hooks.
         own = [one.detach().requires_grad_() for one in saved[len(saved) - len(run.own) :]]
-        outs = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
-        wanted = [one.requires_grad_() for one in outs]
-        arguments, reached = {}, []
-        for key, (held, spec) in ctx.values.items():
-            leaves = [
-                one.tensor(tensors, reached) if isinstance(one, _HeldTensor | _AbsentTensor) else one for one in held
-            ]
-            arguments[key] = tree_unflatten(leaves, spec)
-        wanted += [*reached, *own]
-        swapped = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True)))
+        decoded = [run._decoded(i, stored) for i, stored in enumerate(saved[:calls])]
+        cut = ctx.cut if ctx.cut.total and y.dim() and y.shape[0] % ctx.cut.total == 0 else WHOLE
+        ratio, of_sources = y.shape[0] // cut.total if cut.total else 0, [cut.source(i) for i in range(calls)]
+        swapped, sums = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True))), Sums(cut)
         with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
-            value = run.again(outs, arguments, states, ctx.which)
-            if not value.requires_grad:  # an output that depends on nothing that has a gradient
-                return (None,) * (3 + needed)
-            found = torch.autograd.grad(value, wanted, y, allow_unused=True)
-        return None, None, None, *found
-
-
-@dataclass(frozen=True)
-class _HeldTensor:
-    """A tensor among arguments, by its place among those that are saved."""
-
-    place: int
-    needs_gradient: bool
-
-    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
-        found = tensors[self.place].detach()
-        if self.needs_gradient:
-            reached.append(found.requires_grad_())
-        return found
-
-
-@dataclass(frozen=True)
-class _AbsentTensor:
-    """A tensor that only sources read: NaN, so that a use of it is seen."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self, tensors: Sequence[Tensor], reached: list[Tensor]) -> Tensor:
-        return torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(self.shape)
+            for part in cut.parts():
+                pairs = zip(decoded, of_sources, strict=True)
+                outs = [part.of(one, source).detach().requires_grad_() for one, source in pairs]
+                arguments, reached, ratios = ctx.held.given(tensors, part)
+                value = run.again(outs, arguments, states, ctx.which, part)
+                if not value.requires_grad:  # an output that depends on nothing that has a gradient
+                    return (None,) * (3 + needed)
+                found = torch.autograd.grad(value, [*outs, *reached, *own], part.of(y, ratio), allow_unused=True)
+                sums.add(part, found, [*of_sources, *ratios, *(0,) * len(own)])
+                del value, found, outs, arguments, reached  # before the next slice is made
+        return None, None, None, *sums.gradients()
 
 
 def replay(
@@ -425,7 +409,7 @@ def replay(
     outs: Sequence[Tensor],
     arguments: Arguments,
     states: dict[int, Tensor] | None = None,
-    sink_shape: torch.Size | None = None,
+    sink_shapes: Sequence[torch.Size] = (),
     which: Which = None,
 ) -> Tensor:
     """Run a module's own code with given outputs of its sources; return what the sink gets, or a leaf of the output.
@@ -444,7 +428,7 @@ def replay(
         sinks += name == form.sink
         if which is None or (isinstance(which, int) and which < 0 and sinks == 1 - which):
             raise Stop(args[0])
-        return args[0].new_zeros(()).expand(args[0].shape if sink_shape is None else sink_shape)
+        return args[0].new_zeros(()).expand(sink_shapes[sinks - 1] if sinks <= len(sink_shapes) else args[0].shape)
 
     original = original_forward(module)
     try:

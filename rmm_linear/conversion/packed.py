@@ -107,7 +107,8 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
     found = {module: _choice(module, config.for_module(name), config.operations) for module, name in names.items()}
     chosen = {module: choice for module, choice in found.items() if choice is not None}
     within = _within_regions(chosen, names, config)
-    chosen = {module: choice for module, choice in chosen.items() if module not in within}
+    # A norm between linear layers saves for the later one.
+    chosen = {module: choice for module, choice in chosen.items() if module not in within or choice.operation == "norm"}
     if "activation" not in config.operations:
         return chosen
     names = {module: name for module, name in names.items() if module not in within}
