@@ -32,6 +32,8 @@ from rmm_linear.spec import SaveSpec
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
+_has_gradients, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
+_profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 _stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -331,9 +333,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_unseen(arguments: tuple[Any, ...]) -> bool:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    if _stack() is not None or torch._C._autograd._profiler_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+    if torch.compiler.is_compiling() or _has_gradients() or _dispatch_modes() or _stack() is not None or _profiled():
         return False
     return _are_memory(arguments)
 
