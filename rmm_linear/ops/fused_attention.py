@@ -114,8 +114,8 @@ def dropped_output(
     kernel = chosen_kernel(query, key, value, mask, spec, enable_gqa) if kernel is None else kernel
     is_replaced = query.is_cuda and kernel not in KERNELS  # in compiled code, which cannot ask before
     kernel = EFFICIENT if is_replaced else kernel
-    number = torch.tensor([kernel.value], dtype=torch.uint8, device="cpu")
-    state = torch.cat((generator_of(query.device).get_state(), number))
+    state = generator_of(query.device).get_state()
+    state = torch.cat((state, state.new_full((1,), kernel.value)))
     # As in training, so that PyTorch takes the kernel of training; below autograd, so that nothing is saved.
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         if is_replaced:

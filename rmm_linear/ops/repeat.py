@@ -29,6 +29,8 @@ _MOST = 1024  # calls of an operator that are known
 _VALUES = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
 _MADE = {"aten::empty.memory_format", "aten::new_empty", "aten::empty_like", "aten::zeros"}
 _FILLED = {"aten::fill_.Scalar", "aten::zero_"}
+_STREAM = 3  # the place of the stream among the arguments of a launch, behind the grid
+_ALIGNED = 256  # bytes, as tensors are
 _GIVEN = 2**31  # instead of a seed that is in its place already
 Place = tuple[int, int]  # the number of a tensor, arguments first, and bytes from its beginning
 
@@ -45,11 +47,10 @@ class _Fill(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A launch: what to run, and its arguments, of which some are addresses and seeds, each xor a number."""
+    """A launch: what to run, and its arguments: the stream among them, addresses, and seeds, each xor a number."""
 
     run: Callable[..., None]
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     places: list[tuple[int, Place]]
     seeds: list[tuple[int, int]]
 
@@ -59,7 +60,8 @@ class Recording(NamedTuple):
 
     Attributes:
         device: Of all its tensors.
-        made: Shape and dtype of every tensor that it allocates.
+        made: Shape and dtype of every tensor that it allocates, but for those that it needs no more when it returns.
+        scratch: Bytes of these, which lie behind one another.
         steps: What it launches and fills, in this order.
         returned: The numbers of the tensors that it returns, among those that it allocates.
         is_one: Whether it returns a tensor, and not a tuple.
@@ -67,6 +69,7 @@ class Recording(NamedTuple):
 
     device: torch.device
     made: list[tuple[torch.Size, torch.dtype]]
+    scratch: int
     steps: list[_Launch | _Fill]
     returned: list[int]
     is_one: bool
@@ -76,6 +79,9 @@ class Recording(NamedTuple):
         device = self.device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
         addresses += [one.data_ptr() for one in made]
+        if self.scratch:
+            scratch = torch.empty(self.scratch, dtype=torch.uint8, device=device)
+            addresses.append(scratch.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         for step in self.steps:
             if isinstance(step, _Fill):
@@ -84,13 +90,14 @@ class Recording(NamedTuple):
                 part = whole.as_strided(step.shape, step.stride, step.offset)
                 part.fill_(seed if step.value is None else step.value)
                 continue
-            run, before, after, places, seeds = step
-            values = [*after]
+            run, arguments, places, seeds = step
+            values = [*arguments]
+            values[_STREAM] = stream
             for i, (number, offset) in places:
                 values[i] = addresses[number] + offset
             for i, number in seeds:
                 values[i] = seed ^ number
-            run(*before[:3], stream, *before[3:], *values)
+            run(*values)
         return made[self.returned[0]] if self.is_one else tuple([made[i] for i in self.returned])
 
 
@@ -173,11 +180,35 @@ def _record(function: Callable[..., Any], arguments: tuple[Any, ...], seed: int)
         return found, False
     numbers = [i for one in returned for i, other in enumerate(made) if _is_same(one, other)]
     given = [one for one in arguments if isinstance(one, Tensor)]
-    steps = [_step(one, given, made, seed) for one in launches]
-    if len(numbers) != len(returned) or None in steps or any(one.device != given[0].device for one in made):
+    noted = [_step(one, given, made, seed) for one in launches]
+    steps = [one for one in noted if one is not None]
+    if len(numbers) != len(returned) or len(steps) != len(noted) or any(one.device != given[0].device for one in made):
         return found, False
-    shapes = [(one.shape, one.dtype) for one in made]
-    return found, Recording(given[0].device, shapes, steps, numbers, isinstance(found, Tensor))  # pyright: ignore
+    kept = sorted({*numbers, *(one.made for one in steps if isinstance(one, _Fill))})
+    moved, scratch = {i: (len(given) + place, 0) for place, i in enumerate(kept)}, 0
+    for i, one in enumerate(made):
+        if i not in moved:
+            moved[i] = len(given) + len(kept), scratch
+            scratch += -(-one.nbytes // _ALIGNED) * _ALIGNED
+    return found, Recording(
+        given[0].device,
+        [(made[i].shape, made[i].dtype) for i in kept],
+        scratch,
+        [_moved(one, len(given), moved) for one in steps],
+        [kept.index(i) for i in numbers],
+        isinstance(found, Tensor),
+    )
+
+
+def _moved(step: _Launch | _Fill, given: int, moved: dict[int, Place]) -> _Launch | _Fill:
+    """Return a step with other places of what was allocated."""
+    if isinstance(step, _Fill):
+        return step._replace(made=moved[step.made][0] - given)
+    places: list[tuple[int, Place]] = []
+    for i, (number, offset) in step.places:
+        place, begin = moved[number - given] if number >= given else (number, 0)
+        places.append((i, (place, begin + offset)))
+    return step._replace(places=places)
 
 
 def _is_same(one: Tensor, made: Tensor) -> bool:
@@ -200,17 +231,18 @@ def _step(noted: tuple[Any, ...], given: list[Tensor], made: list[Tensor], seed:
         offset = found[1] // part.itemsize
         return _Fill(found[0] - len(given), part.dtype, part.shape, part.stride(), offset, None if is_seed else value)
     run, before, after, names = noted
-    places, seeds, after = [], [], [*after]
-    for i, value in enumerate(after):
+    arguments = [*before[:_STREAM], None, *before[_STREAM:], *after]
+    begin, places, seeds = len(before) + 1, [], []
+    for i, value in enumerate(after, begin):
         if isinstance(value, Tensor):
-            found, after[i] = _place(value, given, made), None
+            found, arguments[i] = _place(value, given, made), None
             if found is not None:
                 places.append((i, found))
             elif value.numel():
                 return None
-        elif names[i].startswith("seed") and value != _GIVEN:
+        elif names[i - begin].startswith("seed") and value != _GIVEN:
             seeds.append((i, value ^ seed))
-    return _Launch(run, before, tuple(after), places, seeds)
+    return _Launch(run, tuple(arguments), places, seeds)
 
 
 def _place(tensor: Tensor, given: Sequence[Tensor], made: Sequence[Tensor]) -> Place | None:
