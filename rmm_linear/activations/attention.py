@@ -168,7 +168,7 @@ class AttendingModule(PackedModule):
             return
         if spread.is_large:
             attention.bits = (_WIDE, _WIDE, self.rmm_config.attention_bits)
-        elif torch.compiler.is_compiling():
+        elif not spread.is_observing or torch.compiler.is_compiling():
             return
         elif not in_backward() and not is_capturing(query.device) and not isinstance(query, FakeTensor):
             with torch.no_grad(), _disable_current_modes(), autocast_off(query.device.type):

@@ -103,7 +103,10 @@ class AttentionFunction(SavingFunction):
             )
             if bias is not None and needs_bias:
                 grad_bias = of_bias.to(bias.dtype)
-        found = (one.transpose(1, 2).to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
+        found = (
+            (one if one.dtype == dtype else one.to(dtype)).transpose(1, 2)
+            for one, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
         return *found, None, None, None, None, grad_bias, None
 
 

@@ -86,13 +86,24 @@ class PackedNorm(PackedModule):
         run: Callable[[Tensor], Any] = super().forward
         if stored is None and casts is not None:
             run = functools.partial(self._normalize, norm, casts, entry)
-        elif stored is None:
+        elif stored is None and call.seed is not None:
+            run = functools.partial(self._pack, norm, entry, run)
+        elif stored is None:  # in compiled code
             with torch.no_grad(), autocast_off(input.device.type):
-                stored = pack_norm(input, call.index, call.seed, norm.bits, form.eps_of(input.dtype), *form.layout)
-            if entry is not None:
-                entry.saved = (stored,)
+                stored = pack_norm(input, None, None, norm.bits, form.eps_of(input.dtype), *form.layout)
         output = NormFunction.run(input, weight, bias, stored, call.index, run, norm)
         return self._survey(input, output, super().forward, form.dims)
+
+    def _pack(
+        self, norm: _Norm, entry: CacheEntry | None, exact: Callable[[Tensor], Any], input: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the module's own output and the packed copy, made inside of the autograd function."""
+        form, call = norm.form, norm.call
+        with autocast_off(input.device.type):
+            stored = pack_norm(input, call.index, call.seed, norm.bits, form.eps_of(input.dtype), *form.layout)
+        if entry is not None:
+            entry.saved = (stored,)
+        return exact(input), stored
 
     def _normalize(self, norm: _Norm, casts: Casts, entry: CacheEntry | None, input: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output and the packed copy, made in one pass inside of the autograd function."""

@@ -49,7 +49,8 @@ class NormForm:
         """Return γ, one dimension; None without a weight."""
         if weight is None:
             return None
-        gamma = weight.detach().reshape(-1)
+        gamma = weight.detach()
+        gamma = gamma if gamma.dim() == 1 else gamma.reshape(-1)
         if not self.shift:
             return gamma
         return gamma.to(torch.promote_types(gamma.dtype, torch.float32)) + self.shift

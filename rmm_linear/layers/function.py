@@ -113,25 +113,26 @@ class SavingCall:
 class SavingFunction(torch.autograd.Function):
     """Base class of functions that save something else than their input."""
 
-    _plain_apply: ClassVar[Callable[..., Any]]
+    plain_apply: ClassVar[Callable[..., Any]]
 
     def __init_subclass__(cls) -> None:
         """Look up once what ``apply`` calls after it has prepared for torch.func."""
         super().__init_subclass__()
-        cls._plain_apply = super(torch.autograd.Function, cls).apply  # pyright: ignore[reportAttributeAccessIssue]
+        cls.plain_apply = super(torch.autograd.Function, cls).apply  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def run(cls, *arguments: Any) -> Any:
         """Do what ``apply`` does, which also prepares for torch.func, where nothing of that is running."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():  # pyright: ignore
             return cls.apply(*arguments)
-        return cls._plain_apply(*arguments)
+        return cls.plain_apply(*arguments)
 
     @staticmethod
     def received(ctx: Any, y: Tensor, title: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Refuse double backward, and return Y as a matrix, of which ``ctx.call`` is told before it is used."""
         refuse_double_backward(title)
-        y = y.reshape((-1, y.shape[-1]) if shape is None else shape)
+        if shape is not None or y.dim() != 2:
+            y = y.reshape((-1, y.shape[-1]) if shape is None else shape)
         call: SavingCall = ctx.call
         if call.on_backward is not None:
             call.on_backward(y, call.mask)
@@ -192,15 +193,22 @@ class UnwatchedLinearFunction(SavingFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, spec: SaveSpec, call: SavingCall, *saved: Tensor
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: SaveSpec,
+        call: SavingCall,
+        save: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> Tensor:
-        """Apply the layer exactly."""
+        """Apply the layer exactly; ``save`` returns what is saved of X, shape (N, I)."""
         ctx.spec, ctx.call, ctx.input_shape = spec, call, input.shape
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
+        rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *save(rows))
         if input.dim() != 3 or not input.is_contiguous():
             return as_no_view(F.linear(input, weight, bias))
-        output = F.linear(input.view(-1, input.shape[-1]), weight, bias)  # as PyTorch does it, in half of the time
-        return _unsafe_view(output, (*input.shape[:-1], output.shape[1]))
+        output = F.linear(rows, weight, bias)  # as PyTorch does it, in half of the time
+        return output.resize_(*input.shape[:-1], output.shape[1])  # which is no view
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,7 +222,7 @@ class UnwatchedLinearFunction(SavingFunction):
             grad_weight = None
             if needs_weight:
                 grad_weight = weight_gradient(y, saved, ctx.spec, ctx.input_shape[-1], ctx.call.mask)
-        return grad_input, grad_weight, grad_bias, *(None,) * (2 + len(saved))
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 class UnsavedLinearFunction(SavingFunction):

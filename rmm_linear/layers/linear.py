@@ -13,11 +13,12 @@ from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.model_context import CacheEntry, ModelContext
 from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
 from rmm_linear.layers.function import (
     LinearCall,
+    SavingCall,
     UnwatchedLinearFunction,
     saved_linear,
     spec_for,
@@ -126,21 +127,28 @@ class SketchedLayer(ConvertedModule):
             return None
         if call.mask is not None:
             plan = self._plan(shape, input.itemsize, weight, call.mask.valid_count, call.on_backward is not None)
-        context, entry, saved = own["rmm_context"], None, None
+        context, entry = own["rmm_context"], None
         if context is not None and context.sketch_cache.is_shared(own["rmm_index"]):
             entry = context.sketch_cache.entry(input, (plan.key, call.mask, None), own["rmm_index"])
-            saved = entry.saved
-        if saved is None:
-            x, basis = input.detach().reshape(-1, shape[-1]), None
-            if plan.is_directed and context is not None:
-                basis = context.directions[own["rmm_index"]].basis_for(x, call.index)
-            if basis is None:
-                saved = save.run(x, plan.spec, call.mask, call.seed)
-            else:
-                saved = *save.run(x, plan.spec, call.mask, call.seed, None, basis), basis
-            if entry is not None:
-                entry.saved = saved
-        return UnwatchedLinearFunction.run(input, weight, bias, plan.spec, call, *saved)
+        saved = functools.partial(self._saved_rows, plan, call, entry)
+        return UnwatchedLinearFunction.plain_apply(input, weight, bias, plan.spec, call, saved)
+
+    def _saved_rows(
+        self, plan: LinearPlan, call: SavingCall, entry: CacheEntry | None, x: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return what is saved of an unwatched input, shape (N, I), or was for another layer; without gradients."""
+        if entry is not None and entry.saved is not None:
+            return entry.saved
+        own, basis = vars(self), None
+        if plan.is_directed and own["rmm_context"] is not None:
+            basis = own["rmm_context"].directions[own["rmm_index"]].basis_for(x, call.index)
+        if basis is None:
+            saved = save.run(x, plan.spec, call.mask, call.seed)
+        else:
+            saved = *save.run(x, plan.spec, call.mask, call.seed, None, basis), basis
+        if entry is not None:
+            entry.saved = saved
+        return saved
 
     def _spec(self, shape: torch.Size, itemsize: int, weight: Tensor) -> SaveSpec | None:
         """Return the decision of :func:`spec_for`."""

@@ -26,6 +26,7 @@ from rmm_linear.ops import triton
 from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
 from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, runs_kernels, state_bytes
 from rmm_linear.ops.native import attention as native
+from rmm_linear.ops.repeat import Repeated
 from rmm_linear.ops.sketches import PACK, UNPACK
 from rmm_linear.packing import GROUP
 from rmm_linear.packing import attention as plain
@@ -131,15 +132,30 @@ def pack_attention(
     index: Tokens whose queries are packed, int64, shape (n,), ascending, of B · Tq; None for all. kv_index: The same of
     keys and values, of B · Tk.
     """
-    bits = bits_q, bits_k, bits_v
+    return _PACKED(query, key, value, plain.key_mean(key), index, kv_index, seed, (bits_q, bits_k, bits_v))
+
+
+def _pack(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mean: Tensor,
+    index: Tensor | None,
+    kv_index: Tensor | None,
+    seed: int | None,
+    bits: Bits,
+) -> Tensor:
+    """Return the bytes of :func:`pack_attention`, with the means of the keys."""
     parts = parts_of(query, key, value, index, kv_index, bits)
     stored = blank_stored(query, parts)
     place, *places = views(stored, parts)
     seeds = each_of(fresh_seeds(place, seed))
-    means = None, plain.key_mean(key), None
-    for i, (tensor, at) in enumerate(((query, index), (key, kv_index), (value, kv_index))):
-        PACK_TOKENS(plain.heads_together(tensor), bits[i], seeds[i], at, means[i], out=places[2 * i : 2 * i + 2])
+    for i, (tensor, at, means) in enumerate(((query, index, None), (key, kv_index, mean), (value, kv_index, None))):
+        PACK_TOKENS(plain.heads_together(tensor), bits[i], seeds[i], at, means, out=places[2 * i : 2 * i + 2])
     return stored
+
+
+_PACKED = Repeated(_pack)
 
 
 @pack_attention.register_fake
@@ -157,6 +173,17 @@ def _plain_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) ->
 def _unpacked_rows(*stored: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Rows:
     matrix = UNPACK(*stored, bits, columns, dtype)
     return lambda begin, end: matrix[begin:end]
+
+
+def _unpack(
+    stored: Tensor, rows: int, kv_rows: int, columns: tuple[int, int, int], bits: Bits, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return queries, keys and values, one row for each token that was packed, in new memory."""
+    seeds, *parts = views(stored, attention_parts(rows, kv_rows, columns, bits))
+    return tuple([UNPACK(*parts[2 * i : 2 * i + 2], seeds[i : i + 1], bits[i], columns[i], dtype) for i in range(3)])
+
+
+_UNPACKED = Repeated(_unpack)
 
 
 def _gradients(
@@ -182,21 +209,13 @@ def _gradients(
             (batch * queries if index is None else len(index)),
             (batch * spec.keys if kv_index is None else len(kv_index)),
         )
-        seeds, *parts = views(stored, attention_parts(*counts, columns, bits))
         on_gpu = runs_kernels(grad_output)
-        wide = _wide(grad_output)
-        unpacked = [
-            functools.partial(
-                make, *parts[2 * i : 2 * i + 2], seeds[i : i + 1], bits=bits[i], columns=columns[i],
-                dtype=grad_output.dtype if on_gpu else wide,
-            )
-            for i in range(3)
-        ]  # fmt: skip
-        is_state = kept is not None and kept.dim() == 1
+        wide, is_state = _wide(grad_output), kept is not None and kept.dim() == 1
+        dtype = grad_output.dtype if on_gpu else wide
         if is_state or (on_gpu and kept is None and bias is None):
-            whole = [_whole_of(one, counts[min(i, 1)]) for i, one in enumerate(unpacked)]
             try:
-                found = fused_gradients(grad_output, whole, spec, mask, kept, index, kv_index)
+                rows = [*_UNPACKED(stored, *counts, columns, bits, dtype)]
+                found = fused_gradients(grad_output, rows, spec, mask, kept, index, kv_index)
             except RuntimeError as error:
                 if is_state or isinstance(error, torch.OutOfMemoryError):
                     raise
@@ -204,17 +223,16 @@ def _gradients(
                 found = None
             if found is not None:
                 return found
-        query, key, value = (one() for one in unpacked)
-        rows = query, key, value
+        seeds, *parts = views(stored, attention_parts(*counts, columns, bits))
+        query, key, value = (
+            make(*parts[2 * i : 2 * i + 2], seeds[i : i + 1], bits=bits[i], columns=columns[i], dtype=dtype)
+            for i in range(3)
+        )
         return attention_gradients(
-            grad_output, rows, spec, mask, kept, index, kv_index, bias=bias, steps=steps_of(wide)
+            grad_output, (query, key, value), spec, mask, kept, index, kv_index, bias=bias, steps=steps_of(wide)
         )
 
     return run
-
-
-def _whole_of(make: Callable[[], Rows], count: int) -> Callable[[], Tensor]:
-    return lambda: make()(0, count)
 
 
 @functools.cache
@@ -288,8 +306,8 @@ def attention_backward(
     Returns shapes (B, Tq, h, d), (B, Tk, hk, d) and (B, Tk, hk, dv), dtype of ``grad_output``, contiguous; and that of
     ``bias``, float32 at least, or (0,) without ``needs_bias``.
     """
-    gradient = _empty(grad_output, bias, needs_bias).zero_()
-    own = None if bias is None else Bias(bias, gradient if needs_bias else None)
+    gradient = _empty(grad_output, bias, needs_bias)
+    own = None if bias is None else Bias(bias, gradient.zero_() if needs_bias else None)
     dq, dk, dv = ATTENTION_BACKWARD(grad_output, stored, mask, kept, index, kv_index, spec=spec, bits=bits, bias=own)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), gradient
 

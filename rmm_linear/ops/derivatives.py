@@ -96,6 +96,7 @@ def _backward_samples(case: Case) -> Iterator[Call]:
     samples=_operator_samples,
     flops=lambda x, *_: math.prod(x),
     native=native.stored_derivative,
+    is_repeated=True,
 )
 def pack_derivative(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
@@ -134,6 +135,7 @@ def _(x, index, seed, name, parameters, bits):
     samples=_backward_samples,
     flops=lambda y, *_: math.prod(y),
     native=native.apply_stored,
+    is_repeated=True,
 )
 def apply_derivative(
     y: Tensor, stored: Tensor, index: Tensor | None, name: str, parameters: Sequence[float], bits: int
@@ -163,6 +165,7 @@ def _(y, stored, index, name, parameters, bits):
     "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> (Tensor, Tensor)",
     samples=_operator_samples,
     flops=lambda x, *_: 2 * math.prod(x),  # the function and its derivative
+    is_repeated=True,
 )
 def activate_and_pack(
     x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int

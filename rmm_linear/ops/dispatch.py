@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from rmm_linear.backends.select import VARIABLE, backend_of, backends_of
+from rmm_linear.backends.select import ENVIRONMENT, SETTING, backend_of, backends_of
 from rmm_linear.backends.triton import DTYPES, was_tried
+from rmm_linear.ops.repeat import Repeated
 from rmm_linear.sketches import RowSample, TokenMask
 from rmm_linear.sketches.seeds import Fresh, written
 from rmm_linear.spec import SaveSpec
@@ -32,9 +32,8 @@ from rmm_linear.spec import SaveSpec
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
-# What os.environ.get looks into: it alone takes half a microsecond.
-_environment = getattr(os.environ, "_data", os.environ)
-_SETTING = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
+_has_gradients, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
+_profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 _stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -159,7 +158,7 @@ class Operation:
                 return self.plain(*map(written, arguments), **_written(named))
         if first is None:
             raise TypeError("An operation takes at least one tensor, got none.")
-        key = first.device.type, first.dtype, dtype, _environment.get(_SETTING)
+        key = first.device.type, first.dtype, dtype, ENVIRONMENT.get(SETTING)
         run = self._chosen.get(key) or self._choose(key)
         if is_fresh and run is not self.triton:
             return run(*map(written, arguments), **_written(named))
@@ -201,6 +200,7 @@ class Operator:
             for operators that take little.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
             tensors on CPU in float32 and half types. Where it is None or returns NotImplemented, ``function`` runs.
+        repeated: Repeats the launches of ``function`` on CUDA; None where it does more than to launch kernels of ours.
     """
 
     def __init__(
@@ -215,6 +215,7 @@ class Operator:
         flatten: Callable[..., tuple[Any, ...]] | None = None,
         registered: Callable[..., Any] | None = None,
         native: Callable[..., Any] | None = None,
+        is_repeated: bool = False,
         tags: Sequence[str] = (),
     ) -> None:
         """Register the operator; the attributes say what the arguments are.
@@ -225,6 +226,7 @@ class Operator:
         """
         self.name, self.function, self.flatten, self.samples, self.flops = name, function, flatten, samples, flops
         self.native, self.workspace = native, workspace
+        self.repeated = Repeated(function) if is_repeated else None
         self._settings: dict[Any, bool] = {}  # whether the C library runs on CPU, by the environment variable
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         run = function if registered is None else lambda *flat, **named: registered(function, *flat, **named)
@@ -251,13 +253,15 @@ class Operator:
         """
         first = arguments[0]
         if self.native is not None and first.is_cpu and first.dtype in NARROW:
-            setting = _environment.get(_SETTING)
+            setting = ENVIRONMENT.get(SETTING)
             if setting not in self._settings:
                 self._settings[setting] = backends_of("cpu")[0] == "native"
             if self._settings[setting]:
                 found = self.native(*arguments, **named)
                 if found is not NotImplemented:
                     return found
+        if self.repeated is not None and not named:
+            return self.repeated(*arguments)
         return self.function(*arguments, **named)
 
 
@@ -329,9 +333,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_unseen(arguments: tuple[Any, ...]) -> bool:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
-        return False
-    if _stack() is not None or torch._C._autograd._profiler_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+    if torch.compiler.is_compiling() or _has_gradients() or _dispatch_modes() or _stack() is not None or _profiled():
         return False
     return _are_memory(arguments)
 

@@ -22,7 +22,7 @@ Those of cuDNN are not documented, so its backward pass with dropout is one call
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -70,11 +70,18 @@ def chosen_kernel(
     Such are those for wide heads on some devices: with tensors that need no gradient they would be chosen too.
     """
     with torch.enable_grad():
-        tensors = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+        tensors = _in_training(query, key, value)
         choice = torch.ops.aten._fused_sdp_choice(
             *tensors, mask, spec.p, spec.is_causal, scale=spec.scale, enable_gqa=enable_gqa
         )
     return SDPBackend(choice)
+
+
+def _in_training(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return tensors of which one needs a gradient at least: PyTorch takes other kernels where none does."""
+    if any([one.requires_grad for one in tensors]):
+        return tensors
+    return [one.detach().requires_grad_() for one in tensors]
 
 
 def shares_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -107,8 +114,8 @@ def dropped_output(
     kernel = chosen_kernel(query, key, value, mask, spec, enable_gqa) if kernel is None else kernel
     is_replaced = query.is_cuda and kernel not in KERNELS  # in compiled code, which cannot ask before
     kernel = EFFICIENT if is_replaced else kernel
-    number = torch.tensor([kernel.value], dtype=torch.uint8, device="cpu")
-    state = torch.cat((generator_of(query.device).get_state(), number))
+    state = generator_of(query.device).get_state()
+    state = torch.cat((state, state.new_full((1,), kernel.value)))
     # As in training, so that PyTorch takes the kernel of training; below autograd, so that nothing is saved.
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         if is_replaced:
@@ -118,7 +125,7 @@ def dropped_output(
                 query, key, value, bias, False, spec.p, spec.is_causal, scale=spec.scale
             )[0]
         else:
-            query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+            query, key, value = _in_training(query, key, value)
             output = F.scaled_dot_product_attention(
                 query, key, value, mask, spec.p, spec.is_causal, scale=spec.scale, enable_gqa=enable_gqa
             )
@@ -159,7 +166,7 @@ def _drawn_again(device: torch.device, state: Tensor | None, skipped: int) -> It
 
 def fused_gradients(
     grad_output: Tensor,
-    rows: Sequence[Callable[[], Tensor]],
+    rows: list[Tensor],
     spec: AttentionSpec,
     mask: Tensor | None = None,
     state: Tensor | None = None,
@@ -168,13 +175,14 @@ def fused_gradients(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the gradients with respect to queries, keys and values; None where no fused kernel fits.
 
-    grad_output: dO, (B, Tq, h, dv), on CUDA. rows: Unpack queries (n, h · d), keys (nk, hk · d) and values (nk, hk ·
-    dv), dtype of ``grad_output``, into new memory. state: Of :func:`dropped_output`; None without dropout. index,
-    kv_index: Tokens of the rows; None for all. Returns shapes as :func:`rmm_linear.ops.attention.attention_backward`.
+    grad_output: dO, (B, Tq, h, dv), on CUDA. rows: Queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), of
+    its dtype, in memory that is overwritten; the list is emptied. state: Of :func:`dropped_output`; None without
+    dropout. index, kv_index: Tokens of the rows; None for all. Returns shapes as
+    :func:`rmm_linear.ops.attention.attention_backward`.
     """
     batch, queries, heads, _ = grad_output.shape
     places = (queries, heads, index), *((spec.keys, spec.kv_heads, kv_index),) * 2
-    found = [_placed(unpack(), batch, *place) for unpack, place in zip(rows, places, strict=True)]
+    found = [_placed(rows.pop(0), batch, *place) for place in places]
     valid = None
     if index is not None:
         valid = (
@@ -231,8 +239,8 @@ def _parts(batch: int, heads: int, share: float) -> Iterator[Part]:
 
 def _part(tensor: Tensor, sequences: tuple[int, int], heads: tuple[int, int]) -> Tensor:
     """Return some sequences and heads of (B or 1, T, h or 1, …)."""
-    tensor = tensor if tensor.shape[0] == 1 else tensor.narrow(0, *sequences)
-    return tensor if tensor.shape[2] == 1 else tensor.narrow(2, *heads)
+    tensor = tensor if tensor.shape[0] in (1, sequences[1]) else tensor.narrow(0, *sequences)
+    return tensor if tensor.shape[2] in (1, heads[1]) else tensor.narrow(2, *heads)
 
 
 def _kernel_for_gradients(

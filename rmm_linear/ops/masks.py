@@ -37,7 +37,13 @@ APPLY_MASK = operation("APPLY_MASK", plain.apply_mask, native.apply_mask, triton
 DROPOUT = operation("DROPOUT", plain.dropout, None, triton.dropout, _dropout_samples)
 
 
-@operator("pack_mask", samples=_pack_samples, flops=lambda mask, *_: math.prod(mask), native=native.pack_mask)
+@operator(
+    "pack_mask",
+    samples=_pack_samples,
+    flops=lambda mask, *_: math.prod(mask),
+    native=native.pack_mask,
+    is_repeated=True,
+)
 def pack_mask(mask: Tensor, index: Tensor | None) -> Tensor:
     """Store which elements of a matrix (N, C) are not zero, in one bit each, of all rows or those of an index."""
     return PACK_MASK(mask, index)
@@ -49,7 +55,9 @@ def _(mask, index):
     return mask.new_empty(rows, (mask.shape[1] + 7) // 8, dtype=torch.uint8)
 
 
-@operator("apply_mask", samples=_apply_samples, flops=lambda y, *_: math.prod(y), native=native.apply_mask)
+@operator(
+    "apply_mask", samples=_apply_samples, flops=lambda y, *_: math.prod(y), native=native.apply_mask, is_repeated=True
+)
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None) -> Tensor:
     """Multiply the stored elements by a number, and set all others to zero."""
     return APPLY_MASK(y, bits, scale, index).contiguous()

@@ -102,6 +102,7 @@ def _fused_samples(case: Case) -> Iterator[Call]:
     samples=_operator_samples,
     flops=lambda x, *_, **named: (2 * GROUP + 8) * math.prod(x),  # the rotation, the statistics and the rounding
     native=native.stored_norm,
+    is_repeated=True,
 )
 def pack_norm(x, index, seed, bits, eps, centered, dims=1):
     """Normalize rows, and store them in few bits: :func:`norm_bytes` bytes, of seed, rstd, codes and scales.
@@ -129,6 +130,7 @@ def _(x, index, seed, bits, eps, centered, dims=1):
     "ScalarType before, ScalarType dtype, int dims=1) -> (Tensor, Tensor)",
     samples=_fused_samples,
     flops=lambda x, *_, **named: (2 * GROUP + 10) * math.prod(x),  # and γ and β
+    is_repeated=True,
 )
 def normalize_and_pack(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     """Compute γ ∘ h + β of all rows, contiguous, and the bytes of :func:`pack_norm`.
@@ -157,6 +159,7 @@ def _(x, gamma, beta, index, seed, bits, eps, centered, before, dtype, dims=1):
     samples=_backward_samples,
     flops=lambda y, *_: (2 * GROUP + 16) * math.prod(y),
     native=native.stored_norm_backward,
+    is_repeated=True,
 )
 def norm_backward(
     y: Tensor,

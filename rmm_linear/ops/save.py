@@ -70,6 +70,7 @@ def _flops(x: Sequence[int], seed, expected, *how: Any) -> int:
     registered=lambda function, x, seed, expected, *how, basis=None, **named: list(
         function(x, *from_arguments(*how[:7], **named), seed, expected, *(how[7:] or (basis,)))
     ),
+    is_repeated=True,
 )  # fmt: skip
 def save(
     x: Tensor,

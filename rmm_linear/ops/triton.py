@@ -15,6 +15,7 @@ from rmm_linear import packing, sketches
 from rmm_linear.backends.triton import KINDS, kernels
 from rmm_linear.ops import plain
 from rmm_linear.ops.plain import fp16_scale
+from rmm_linear.ops.repeat import Repeated
 from rmm_linear.packing.gated import Packed
 from rmm_linear.packing.norms import NormCopy, NormGradients
 from rmm_linear.packing.pointwise import Pointwise
@@ -102,8 +103,8 @@ def unpacked_product(
     if mask is not None or len(codes) < y.shape[0]:
         y = sketch(y, kind=spec.kind, seed=seed, rows=spec.rows, block=spec.block, mask=mask, dtype=wide)
         y = y if scale == 1 else y.mul_(scale).to(dtype)
-    z = decode(codes, scales, seed, packing.check_code(spec.bits), columns, wide or dtype)
-    return y.T @ (z if scale == 1 else z.mul_(1 / scale).to(dtype))
+    z = _DECODED(codes, scales, seed, packing.check_code(spec.bits), columns, wide or dtype)
+    return torch.mm(y.t(), z if scale == 1 else z.mul_(1 / scale).to(dtype))
 
 
 def pack(matrix: Tensor, bits: int, seed: Seed, *, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -157,6 +158,9 @@ def decode(
         return packing.decode(codes, scales, seed, bits, columns, dtype, rotated=True)
     run = kernels().decode_normal if packing.is_normal(bits) else kernels().unpack
     return run(codes, scales, seed, bits, columns, dtype)
+
+
+_DECODED = Repeated(decode)
 
 
 def directed(

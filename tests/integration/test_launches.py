@@ -25,7 +25,7 @@ BACKWARD = {
     "_norm_totals_kernel": 2,
     "_norm_backward_kernel": 2,
     "_apply_derivative_kernel": 1,
-    "matmul": 6,
+    "mm": 6,
 }
 VIEWS = {
     "as_strided",
@@ -37,6 +37,7 @@ VIEWS = {
     "reshape",
     "select",
     "slice",
+    "t",
     "transpose",
     "view",
 }

@@ -109,7 +109,7 @@ def test_parts_of_a_backward_pass_drop_what_the_whole_drops(kernel, kind, batch,
     found = []
     for largest in (1 << 30, 0):
         monkeypatch.setattr(fused, "_WHOLE", largest)
-        rows = [lambda row=row: row.clone() for row in attention_rows(*(one.detach() for one in (q, k, v)))]
+        rows = [row.clone() for row in attention_rows(*(one.detach() for one in (q, k, v)))]
         found.append(fused.fused_gradients(y.transpose(1, 2), rows, spec, mask, state))
     assert relative(*found) < 1e-5
 

@@ -95,7 +95,7 @@ def test_parts_have_the_gradients_of_the_whole(kernel, kind, batch, kv_heads, p,
     for largest in (1 << 30, 0):
         generator.offset = 400
         monkeypatch.setattr(fused, "_WHOLE", largest)
-        rows = [lambda row=row: row.clone() for row in attention_rows(q, k, v, index, index)]
+        rows = [row.clone() for row in attention_rows(q, k, v, index, index)]
         found.append(fused.fused_gradients(y, rows, spec, mask, state, index, index))
         assert generator.offset == 400
     assert relative(*found) < 1e-24
@@ -124,7 +124,7 @@ def test_what_has_no_known_random_numbers_is_not_split(generator, monkeypatch):
         calls.clear()
         monkeypatch.setattr(torch.version, "hip", version)
         q, k, v, y = tensors(4, 2, 2, tokens, tokens, 8, 8)
-        rows = [lambda row=row: row.clone() for row in attention_rows(q, k, v)]
+        rows = [row.clone() for row in attention_rows(q, k, v)]
         fused.fused_gradients(y, rows, spec_of(q, k, p=0.3), None, state_of(generator, kernel))
         assert len(calls) == count
 
@@ -264,9 +264,9 @@ def test_no_tensor_of_all_scores_and_a_peak_of_five_times_the_queries(name, kind
             output, state = attention_function._dropped(q, k, v, mask, None, spec, None)
             assert output.shape == y.shape
     columns = (heads * width, kv_heads * width, kv_heads * width)
-    rows = [lambda count=count: made(batch * tokens, count, dtype=dtype) for count in columns]
     peak = Peak()
     with Largest() as backward, LiveTensors(peak):
+        rows = [made(batch * tokens, count, dtype=dtype) for count in columns]
         found = fused.fused_gradients(y, rows, spec, mask, state, index, index)
         assert [one.shape for one in found] == [(batch, tokens, one, width) for one in (heads, kv_heads, kv_heads)]
         assert all(one.is_contiguous() for one in found)

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
-from typing import Any
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -85,57 +87,115 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int =
         num_warps: Warps of a program.
         constants: Its ``tl.constexpr``, in the kernel's order.
     """
-    device, index = arguments[0].device, _index(arguments[0])
+    index = _index(arguments[0])
     if index is None or not isinstance(kernel, triton.JITFunction):
-        with _on(device):
+        with _on(arguments[0].device):
             kernel[grid](*arguments, **constants, num_warps=num_warps)
         return
-    known = _plans.get(id(kernel))
-    if known is None:
-        free = [parameter.do_not_specialize for parameter in kernel.params[: len(arguments)]]
-        known = _plans[id(kernel)] = kernel, free, {}
-    _, free, plans = known
-    key, aligned = [index, num_warps, *constants.values()], 1
-    for value, is_free in zip(arguments, free, strict=True):
-        if isinstance(value, torch.Tensor):
-            aligned = 2 * aligned + (value.data_ptr() % 16 == 0)
-            key.append(value.dtype)
-        elif isinstance(value, float):
-            key.append(float)
-        else:
-            key.append(-_LAST <= value < _LAST if is_free else value)
-    found = (*key, aligned)
+    types = (*map(type, arguments),)
+    tensors, numbers, free, plans = _layouts.get((id(kernel), types)) or _layout(kernel, types)
+    pointers = [arguments[i].data_ptr() for i in tensors]
+    found = (
+        index, num_warps, *constants.values(), *[arguments[i].dtype for i in tensors], *[p % 16 == 0 for p in pointers],
+        *[arguments[i] for i in numbers], *[-_LAST <= arguments[i] < _LAST for i in free],
+    )  # fmt: skip
     plan = None if _has_hooks() else plans.get(found)
-    if plan is not None and torch._C._cuda_getDevice() == index:
+    noted = _thread.launches
+    if plan is not None and noted is None and torch._C._cuda_getDevice() == index:
         run, function, metadata, last = plan
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        run(*grid, *(1,) * (3 - len(grid)), stream, function, metadata, None, None, None, *arguments, *last)
+        values, stream = [*arguments], torch._C._cuda_getCurrentRawStream(index)
+        for i, pointer in zip(tensors, pointers, strict=True):  # of a tensor, Triton would ask the driver
+            values[i] = pointer
+        run(*grid, *(1,) * (3 - len(grid)), stream, function, metadata, None, None, None, *values, *last)
         return
     names = kernel.arg_names[len(arguments) :]
     if names != [*constants]:
         raise TypeError(f"{kernel.__name__} must get its constants in their order, {names}, got {[*constants]}.")
-    with _on(device):
+    with _on(arguments[0].device):
         compiled = kernel[grid](*arguments, **constants, num_warps=num_warps)
     plans[found] = compiled.run, compiled.function, compiled.packed_metadata, tuple(constants.values())
+    if noted is not None:
+        before = *grid, *(1,) * (3 - len(grid)), compiled.function, compiled.packed_metadata, None, None, None
+        noted.append((compiled.run, before, (*arguments, *constants.values()), kernel.arg_names))
 
 
 _LAST = 2**31  # beyond it, a number has more than 32 bits
-# By a kernel's id: the kernel, which arguments are not specialised, and what was compiled.
-_plans: dict[int, tuple[Any, list[bool], dict[tuple[Any, ...], tuple[Any, ...]]]] = {}
+
+
+class _Thread(threading.local):
+    """What a thread does: the launches that it has noted, None where nothing asks for them."""
+
+    launches: list[Any] | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """Note the launches of this thread inside of the block.
+
+    Of each what to run, the grid with what is behind the stream, arguments and constants, and the names of these.
+    """
+    before, noted = _thread.launches, []
+    _thread.launches = noted
+    try:
+        yield noted
+    finally:
+        _thread.launches = before
+
+
+def can_launch(index: int) -> bool:
+    """Whether what was launched before may be launched on a device again, as it is: Triton looks at nothing else."""
+    return torch.version.hip is None and torch._C._cuda_getDevice() == index and not _has_hooks()
+
+
+class _Layout(NamedTuple):
+    """Where a kernel has its arguments of some types.
+
+    Attributes:
+        tensors: Places of tensors.
+        numbers: Of integers that kernels are compiled for.
+        free: Of other integers.
+        plans: What was compiled, by what it was compiled for.
+    """
+
+    tensors: list[int]
+    numbers: list[int]
+    free: list[int]
+    plans: dict[tuple[Any, ...], tuple[Any, ...]]
+
+
+_layouts: dict[tuple[int, tuple[type, ...]], _Layout] = {}  # by a kernel's id
+_kernels: set[Any] = set()  # which these are of
+
+
+def _layout(kernel: Any, types: tuple[type, ...]) -> _Layout:
+    is_free = [parameter.do_not_specialize for parameter in kernel.params[: len(types)]]
+    integers = [i for i, kind in enumerate(types) if issubclass(kind, int)]
+    made = _Layout(
+        [i for i, kind in enumerate(types) if issubclass(kind, torch.Tensor)],
+        [i for i in integers if not is_free[i]],
+        [i for i in integers if is_free[i]],
+        {},
+    )
+    _kernels.add(kernel)
+    _layouts[id(kernel), types] = made
+    return made
 
 
 def _index(tensor: torch.Tensor) -> int | None:
     """The number of a CUDA device; None of another one, and on AMD, where compilers ask for more than the key has."""
-    return tensor.device.index if tensor.is_cuda and torch.version.hip is None else None
+    return tensor.get_device() if tensor.is_cuda and torch.version.hip is None else None
 
 
 def _has_hooks() -> bool:
     """Whether a profiler wants to see launches."""
     runtime = triton.knobs.runtime
-    return any(
-        hook is not None and getattr(hook, "calls", True)
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    )
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
