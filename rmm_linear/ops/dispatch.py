@@ -341,7 +341,7 @@ def _are_memory(arguments: tuple[Any, ...]) -> bool:
     for value in arguments:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
-            if value.is_neg():
+            if value.is_neg() or value._is_zerotensor():  # the latter has no memory
                 return False
         elif kind not in _NO_TENSORS and not _holds_memory(value):
             return False
