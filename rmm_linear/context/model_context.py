@@ -365,8 +365,9 @@ class ModelContext:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
         fields = ("names", "config", "salt", "estimators", "learned", "directions", "sketch_cache")
-        fields += ("_signatures", "_handles", "_released")
-        return {name: value for name, value in vars(self).items() if name in fields}
+        fields += ("_signatures", "_released")
+        handles = [one for one in self._handles if one.hooks_dict_ref() is not None]  # of a module that is there still
+        return {"_handles": handles, **{name: value for name, value in vars(self).items() if name in fields}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
