@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear._support.autocast import autocast_off
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
 from rmm_linear.layers.function import SavingFunction, graph_leaves
@@ -30,9 +31,10 @@ class PackedElementwise(PackedModule):
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Apply the module; exactly in compiled code, which would fix the derivative's graph."""
-        input = args[0] if len(args) == 1 and not named else None
+        input: Any = args[0] if len(args) == 1 and not named else None
         is_tensor = type(input) in (Tensor, nn.Parameter, FakeTensor)  # no logits that are lazy, nor shards
-        if not self.training or torch.compiler.is_compiling() or not is_tensor or input is None or not input.dim():
+        has_rows = is_tensor and is_dense(input) and input.dim() > 0 and input.is_floating_point()
+        if not self.training or torch.compiler.is_compiling() or not has_rows:
             return super().forward(*args, **named)
         call = self._packed_call(tuple(input.shape[:-1]), input.device)
         if call.is_exact or not (torch.is_grad_enabled() and input.requires_grad and input.numel()):

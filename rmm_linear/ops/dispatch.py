@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from rmm_linear._support.autocast import is_autocast
 from rmm_linear.backends.select import VARIABLE, backend_of, backends_of
 from rmm_linear.backends.triton import DTYPES, was_tried
 from rmm_linear.sketches import RowSample, TokenMask
@@ -313,7 +314,7 @@ def runs_fused(x: Tensor, is_composed: bool) -> bool:
 
     is_composed: Whether the module runs several functions, to which autocast may give different dtypes.
     """
-    if not _has_kernels(x.device.type, x.dtype) or (is_composed and torch.is_autocast_enabled(x.device.type)):
+    if not _has_kernels(x.device.type, x.dtype) or (is_composed and is_autocast(x.device.type)):
         return False
     return torch.compiler.is_compiling() or _is_plain(x)
 
