@@ -15,9 +15,14 @@ Result = TypeVar("Result")
 _AS_IT_IS = nullcontext()
 
 
+def is_autocast(device: str) -> bool:
+    """Say whether autocast is on for a type of device; of the meta device, which has none, PyTorch cannot say it."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def autocast_off(device: str) -> AbstractContextManager[Any]:
     """Return a context without autocast, at no cost where it is off already."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
+    return torch.autocast(device, enabled=False) if is_autocast(device) else _AS_IT_IS
 
 
 def without_autocast(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -34,7 +39,7 @@ def without_autocast(function: Callable[Arguments, Result]) -> Callable[Argument
 
 def autocast_dtype(device: str, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype in which autocast runs a linear layer; None while autocast is off."""
-    if dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if dtype == torch.float64 or not is_autocast(device):
         return None
     return torch.get_autocast_dtype(device)
 
@@ -56,6 +61,7 @@ def autocast_now(devices: Iterable[str]) -> list[dict[str, Any]]:
             "cache_enabled": torch.is_autocast_cache_enabled(),
         }
         for device in devices
+        if device != "meta"
     ]
 
 

@@ -210,12 +210,18 @@ def _note_call(module: nn.Module, args: Any, output: Any) -> None:
 class PackedAttentionCaller(AttendingModule):
     """A module that calls ``F.scaled_dot_product_attention``, which is packed."""
 
+    def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
+        super()._set_up(config, *arguments, **named)
+        self.rmm_hook.remove()  # PyTorch's encoder layers have a fast path in eval mode, if nothing in them has hooks
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward; exact in compiled code, as compilers do not trace all of a mode."""
         if not self.training or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with _PackingMode(self):
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+        _note_call(self, args, output)
+        return output
 
     def _why_not_called(self) -> str:
         return _WEIGHTS if isinstance(self, nn.MultiheadAttention) else super()._why_not_called()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
@@ -41,6 +42,8 @@ class PackedDropout(PackedModule):
         """Apply dropout to an input of any shape."""
         if not self.training:
             return input if not self.inplace else F.dropout(input, self.p, False, True)
+        if not is_dense(input):
+            return super().forward(input)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=False)
         is_plain = not 0 < self.p < 1 or not input.dim() or not input.numel() or not input.is_floating_point()
         # Of a checkpoint, all passes: a parameter is a tensor there.

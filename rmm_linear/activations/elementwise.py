@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear._support.autocast import autocast_off
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
 from rmm_linear.activations.region_run import intercepted
@@ -74,9 +75,10 @@ class PackedElementwise(PackedModule):
     def forward(self, *args: Any, **named: Any) -> Any:
         """Apply the module; exactly in compiled code, which would fix the derivatives' graph."""
         values = (*args, *named.values())
-        input = values[0] if len(values) == 1 else None
+        input: Any = values[0] if len(values) == 1 else None
         is_tensor = type(input) in (Tensor, nn.Parameter, FakeTensor)  # no logits that are lazy, nor shards
-        if not self.training or torch.compiler.is_compiling() or not is_tensor or input is None or not input.dim():
+        has_rows = is_tensor and is_dense(input) and input.dim() > 0 and input.is_floating_point()
+        if not self.training or torch.compiler.is_compiling() or not has_rows:
             return super().forward(*args, **named)
         call = self._packed_call(tuple(input.shape[:-1]), input.device)
         is_trained = input.requires_grad or any(one.requires_grad for one in self.parameters())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 from rmm_linear.activations.pointwise import is_composed
@@ -75,7 +76,7 @@ class PackedGatedMLP(PackedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Apply the MLP to its input, shape (*, H)."""
         values = (*args, *kwargs.values())
-        if not self.training or len(values) != 1:
+        if not self.training or len(values) != 1 or not is_dense(values[0]):
             return self.exact_forward(*args, **kwargs)
         (x,) = values
         call = self._packed_call(tuple(x.shape[:-1]), x.device)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear._support.autocast import is_autocast
 from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.pointwise import FUNCTIONS
 
@@ -80,7 +81,7 @@ class GatedParts:
         weight = None if "parametrizations" in down._modules else getattr(down, "weight", None)
         dtype = getattr(weight, "dtype", product.dtype)
         # Some models keep this weight in float32 and cast its input, see T5. Autocast casts by itself.
-        if dtype.is_floating_point and not torch.is_autocast_enabled(product.device.type):
+        if dtype.is_floating_point and not is_autocast(product.device.type):
             product = product.to(dtype)
         return down(product)
 

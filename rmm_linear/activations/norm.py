@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.norm_form import EPS, Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
@@ -137,7 +138,7 @@ class PackedNorm(PackedModule):
 
 
 def _has_rows(input: object, dims: int) -> bool:
-    return isinstance(input, Tensor) and input.is_floating_point() and input.dim() >= dims
+    return isinstance(input, Tensor) and is_dense(input) and input.is_floating_point() and input.dim() >= dims
 
 
 class NormFunction(SavingFunction):

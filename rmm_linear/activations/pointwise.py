@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
@@ -87,7 +88,7 @@ class PackedActivation(PackedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation to an input of any shape."""
-        if not self.training:
+        if not self.training or not is_dense(input):
             return super().forward(input)
         call = self._packed_call(tuple(input.shape[:-1]), input.device, seeded=not self.rmm_function.is_exact)
         is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -59,6 +60,16 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 logger = logging.getLogger(__name__)
 
 
+class _RunningForward(threading.local):
+    """The forward pass that a thread runs: inputs of the modules that are running, the outermost first, and itself."""
+
+    def __init__(self) -> None:
+        self.inputs: list[CallInputs] = []
+        self.outermost: nn.Module | None = None
+        self.recomputing = False
+        self.survey: Survey | None = None
+
+
 class ModelContext:
     """The state that the layers of one converted model share.
 
@@ -70,7 +81,6 @@ class ModelContext:
         directions: The fixed directions of the inputs of layers that have some, by their index.
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         checks: Say which modules save nothing, after the first training step.
-        survey: What modules would keep that save codes; None but in the forward pass of the first training step.
         kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
@@ -94,11 +104,8 @@ class ModelContext:
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
         self.checks = StepChecks(self.names, self.config.min_rows)
-        self.survey: Survey | None = None
-        self._inputs: list[CallInputs] = []  # of the modules that are running, the outermost first
-        self._outermost: nn.Module | None = None
+        self._running = _RunningForward()
         self._pending = PendingForwards()
-        self._recomputing = False
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
         self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
@@ -141,12 +148,17 @@ class ModelContext:
 
         Not so where a layer is called by itself, or ``model.forward`` is called without the model's hooks.
         """
-        return bool(self._inputs) or in_backward()
+        return bool(self._running.inputs) or in_backward()
+
+    @property
+    def survey(self) -> Survey | None:
+        """What modules would keep that save codes; None but in the forward pass of the first training step."""
+        return self._running.survey
 
     @property
     def outermost(self) -> nn.Module | None:
         """The module whose forward pass, or its recomputation, is running; None outside of one."""
-        return self._outermost
+        return self._running.outermost
 
     def layer_seed(self, index: int) -> int:
         """Return a seed that no other call of this step has; in a recomputation, that of its call."""
@@ -156,7 +168,7 @@ class ModelContext:
             first = self._pending.find()
             last = self.seeds if self.seeds.step is not None else self._last_seeds
             return (last if first is None else first.seeds).repeat(index)
-        if not self._inputs:
+        if not self._running.inputs:
             self.seeded_alone.add(index)
             return draw_seed()
         self.seeded_alone.discard(index)
@@ -170,7 +182,7 @@ class ModelContext:
         None outside of a forward pass of the model, in its first steps, with padding that no backward pass has checked
         yet, and while a graph is captured. The seed is None where the layer needs none.
         """
-        held, inputs = self._pending.current, self._inputs
+        held, inputs = self._pending.current, self._running.inputs
         if held is None or not inputs or not self.checks.is_done or index in self.kept_anyway:
             return None
         mask = inputs[-1].mask if masked else None
@@ -220,11 +232,11 @@ class ModelContext:
             return mask
         if len(shape) == 1 and source is not None and source.sequences:
             shape = (source.sequences, shape[0] // source.sequences)
-        key = rows.pattern, shape, device, mask
-        if key not in self._row_masks:
+        key, known = (rows.pattern, shape, device, mask), self._row_masks
+        if key not in known:
             with _disable_current_modes():  # a selective checkpoint counts the operators, and must find them again
-                self._row_masks[key] = rows.mask(shape, mask, device)
-        return self._row_masks[key]
+                known[key] = rows.mask(shape, mask, device)
+        return known[key]
 
     def rows_of(self, index: int) -> GradientRows | None:
         """Return what a module has shown of its rows."""
@@ -267,16 +279,18 @@ class ModelContext:
         )
 
     def _inputs_of(self, index: int, shape: tuple[int, ...], masked: bool) -> CallInputs:
-        inputs, tokens = (self._inputs[-1] if self._inputs else CallInputs()).fitting(shape), math.prod(shape)
+        running = self._running.inputs
+        inputs, tokens = (running[-1] if running else CallInputs()).fitting(shape), math.prod(shape)
         if not in_backward():
             self._pending.add(index, tokens, inputs)
-        elif (first := self._pending.find()) is not None and first.module is not self._outermost:
+        elif (first := self._pending.find()) is not None and first.module is not self._running.outermost:
             inputs = first.find(index, tokens, self.names[index], masked)  # else the whole model is recomputed
         return inputs
 
     def known_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
         """Return the mask and ids that a call would have now, outside of a recomputation, without remembering them."""
-        inputs = self._inputs[-1] if self._inputs else CallInputs()
+        running = self._running.inputs
+        inputs = running[-1] if running else CallInputs()
         return inputs.fitting(shape).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
@@ -292,7 +306,8 @@ class ModelContext:
 
     def known_mask(self, shape: tuple[int, ...]) -> Tensor | None:
         """Return the valid tokens, (batch, sequence), of a call with such rows now, without remembering it; or None."""
-        mask = self._inputs[-1].fitting(shape).mask if self._inputs else None
+        running = self._running.inputs
+        mask = running[-1].fitting(shape).mask if running else None
         return None if mask is None else valid_tokens(mask.flat).view(mask.sequences, -1)
 
     @property
@@ -319,23 +334,25 @@ class ModelContext:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
             return args, self.traced_masks.enter(module, self._signature(module), args, kwargs)
-        if self._inputs and module is not self._outermost and not self._recomputing:
-            self._inputs.append(self._inputs[-1].inside(module, args, kwargs))
+        running = self._running
+        if running.inputs and module is not running.outermost and not running.recomputing:
+            running.inputs.append(running.inputs[-1].inside(module, args, kwargs))
             return None
         # No hook runs after a KeyboardInterrupt: drop what an interrupted call has left.
-        is_interrupted = self._recomputing and not in_backward()
-        if self._inputs and (is_interrupted or (module is self._outermost and not is_called_inside_itself(module))):
-            self._inputs.clear()
+        is_interrupted = running.recomputing and not in_backward()
+        is_again = module is running.outermost
+        if running.inputs and (is_interrupted or (is_again and not is_called_inside_itself(module))):
+            running.inputs.clear()
             self.sketch_cache.clear()
-        if self._inputs:
-            self._inputs.append(self._inputs[-1].inside(module, args, kwargs))
+        if running.inputs:
+            running.inputs.append(running.inputs[-1].inside(module, args, kwargs))
             return None
         index, kwargs = take_sample_index(module, kwargs)
-        self._outermost = module
-        self._recomputing = in_backward()
-        if not self._recomputing:
+        running.outermost = module
+        running.recomputing = in_backward()
+        if not running.recomputing:
             self._open_step(module)
-        self._inputs.append(CallInputs(sample_index=index).inside(module, args, kwargs))
+        running.inputs.append(CallInputs(sample_index=index).inside(module, args, kwargs))
         return args, kwargs
 
     def _open_step(self, module: nn.Module) -> None:
@@ -343,9 +360,9 @@ class ModelContext:
             self._last_seeds = self.seeds
         self.seeds = StepSeeds()
         if not self.checks.is_done:
-            self.survey = Survey()
+            self._running.survey = Survey()
         self.sketch_cache.clear()
-        self._row_masks.clear()
+        self._row_masks = {}  # another thread may have the last one
         self._read_left_out()
         unread = [one for one in self.learned.values() if one.unread]
         is_full = any(not one.is_observing for one in unread)  # so that most modules are read at once
@@ -368,29 +385,31 @@ class ModelContext:
         if torch.compiler.is_compiling():
             self.traced_masks.exit(module)
             return
-        if self._inputs:
-            self._inputs.pop()
-        if not self._inputs:
-            self._outermost = None
+        running = self._running
+        if running.inputs:
+            running.inputs.pop()
+        if not running.inputs:
+            running.outermost = None
             self.sketch_cache.clear()
-            if not self._recomputing:
+            if not running.recomputing:
                 is_step = output is not None and module.training and torch.is_grad_enabled()
                 self.checks.finish(module) if is_step else self.checks.forget()
-                if self.survey is not None and is_step:
-                    self._finish_survey(self.survey, output)
-                self.survey = None
-            if not self._recomputing:
+                if running.survey is not None and is_step:
+                    self._finish_survey(running.survey, output)
+                running.survey = None
+            if not running.recomputing:
                 self._pending.close(output)
-            if self.seeds.step is not None and not self._recomputing:
+            if self.seeds.step is not None and not running.recomputing:
                 draw_seed()
-            if output is not None and not self._recomputing:
+            if output is not None and not running.recomputing:
                 self._refuse_left_out()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
         fields = ("names", "config", "salt", "estimators", "learned", "directions", "sketch_cache")
-        fields += ("_signatures", "_handles", "_released", "kept_anyway")
-        return {name: value for name, value in vars(self).items() if name in fields}
+        fields += ("_signatures", "_released", "kept_anyway")
+        handles = [one for one in self._handles if one.hooks_dict_ref() is not None]  # of a module that is there still
+        return {"_handles": handles, **{name: value for name, value in vars(self).items() if name in fields}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""

@@ -3,7 +3,8 @@
 Activation checkpointing recomputes layers inside of the backward pass, without the modules around them, so the mask and
 ids of the original call must be remembered. The forward pass is found by the autograd node that is running
 (:mod:`rmm_linear.context.surroundings`), whatever the order of forward and backward passes. If it is not found, the
-layer is recomputed without a mask: that adds noise, whereas the mask of another pass would bias the gradient.
+layer is recomputed without a mask: that adds noise, whereas the mask of another pass would bias the gradient. So it
+is where several threads have run forward passes at once: PyTorch numbers the nodes of every thread by itself.
 
 A recomputation takes the seeds of its forward pass again, and so makes the same sketches.
 """
@@ -11,6 +12,7 @@ A recomputation takes the seeds of its forward pass again, and so makes the same
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -126,6 +128,13 @@ class ForwardPass:
         return CallInputs(mask, ids, indices)
 
 
+class _OfThread(threading.local):
+    """The pass that a thread runs, and the last one, if no tensor of its output has a graph."""
+
+    open: ForwardPass | None = None
+    last: ForwardPass | None = None
+
+
 class PendingForwards:
     """The forward passes of a model whose layers may still be recomputed.
 
@@ -139,8 +148,7 @@ class PendingForwards:
         # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
         self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found
-        self._last: ForwardPass | None = None  # if no tensor of its output has a graph
-        self._open: ForwardPass | None = None
+        self._own = _OfThread()
         # The backward pass alone holds the values: one that fails runs no callback, but releases its own.
         self._tasks: weakref.WeakValueDictionary[int, _Running] = weakref.WeakValueDictionary()
 
@@ -150,18 +158,18 @@ class PendingForwards:
 
     def open(self, module: nn.Module, seeds: StepSeeds) -> None:
         """Begin a forward pass, and drop the calls of those whose backward pass is over."""
-        self._open = self._last = None  # an interrupted pass, and one that nothing holds
+        self._own.open = self._own.last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()
         for known in self.passes():
             if known.backward_begun and known.calls:
                 known.is_dropped = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
                 known.calls.clear()
-        self._open = ForwardPass(module, self, seeds, next_node())
-        self._known = deque(map(weakref.ref, [*self.passes(), self._open]), _MOST)
+        self._own.open = ForwardPass(module, self, seeds, next_node())
+        self._known = deque(map(weakref.ref, [*self.passes(), self._own.open]), _MOST)
 
     def close(self, output: Any) -> None:
         """End the forward pass; one without gradients has no backward pass, and is not remembered."""
-        closed, self._open = self._open, None
+        closed, self._own.open = self._own.open, None
         if closed is None or not torch.is_grad_enabled():
             return
         closed.end = next_node()
@@ -174,17 +182,17 @@ class PendingForwards:
             notes.setdefault(_PASSES, []).append(closed)
         if not tensors and output is not None:
             self._held.append(closed)
-        self._last = None if own else closed
+        self._own.last = None if own else closed
 
     @property
     def current(self) -> ForwardPass | None:
         """The pass that is running, for the node of a layer to hold."""
-        return self._open
+        return self._own.open
 
     def add(self, index: int, tokens: int, inputs: CallInputs) -> None:
         """Remember the mask and ids of a call, of N tokens, in the current forward pass, if there is one."""
-        if self._open is not None:
-            calls = self._open.calls.setdefault(index, set())
+        if self._own.open is not None:
+            calls = self._own.open.calls.setdefault(index, set())
             calls.add((tokens, inputs.mask, inputs.input_ids, inputs.sample_index))
 
     def find(self) -> ForwardPass | None:

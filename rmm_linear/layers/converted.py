@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +70,28 @@ class ConvertedModule(nn.Module):
         raise RuntimeError(_TRANSFORMS.format("torch.jit.script"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the two classes, since the class made of them is in no module."""
+        """Pickle and copy as the module's own class does, by the two classes: the one made of them is in no module."""
         found = _PAIRS.get(type(self))
+        make, given, *rest = super().__reduce_ex__(max(protocol, 2))
         if found is None:  # made by fully_shard, for example
-            return super().__reduce_ex__(protocol)
-        return _new, found, vars(self)
+            return make, given, *rest
+        own, given = found[1], tuple(found[1] if one is type(self) else one for one in given)
+        make = own if make is type(self) else make
+        fields, state = (
+            {name: value for name, value in vars(self).items() if name.startswith("rmm_")},
+            (rest or [None])[0],
+        )
+        if not (isinstance(state, dict) and fields.keys() <= state.keys()):
+            state = _OwnState(state, fields)
+        return _new, (*found, make, given), state, *rest[1:]
+
+    def __setstate__(self, state: Any) -> None:
+        """Restore what the module's own class saved, and the fields of the conversion."""
+        own, fields = state if isinstance(state, _OwnState) else (state, {})
+        vars(self).update(fields)  # its own code may set attributes that they follow
+        if own is not None:
+            super().__setstate__(own)
+        vars(self).update(fields)
 
     def _unwatched_call(self, shape: tuple[int, ...], device: torch.device, seeded: bool = True) -> SavingCall | None:
         """Return the arguments of a call that :func:`is_unwatched`; None for the general way."""
@@ -195,5 +213,20 @@ def joined_class(converted: type[ConvertedModule], original: type[nn.Module]) ->
     return made
 
 
-def _new(converted: type[ConvertedModule], original: type[nn.Module]) -> nn.Module:
-    return object.__new__(joined_class(converted, original))
+class _OwnState(NamedTuple):
+    """The state of a module whose class says itself what that is, and the fields of the conversion."""
+
+    own: Any
+    fields: dict[str, Any]
+
+
+def _new(
+    converted: type[ConvertedModule],
+    original: type[nn.Module],
+    make: Callable[..., Any] = object.__new__,
+    given: Iterable[Any] = (),
+) -> nn.Module:
+    """Make a module by what the module's own class says, or as an empty one."""
+    module = make(*(given or (original,)))
+    module.__class__ = joined_class(converted, original)
+    return module

@@ -389,10 +389,11 @@ def spec_for(
 ) -> SaveSpec | None:
     """Return how a layer saves its input of shape (*, I), from shapes and dtypes alone.
 
-    None if the layer is exact: frozen or empty weight, few tokens, or a shape that torch will refuse. ``valid`` is the
-    number of rows that are no padding, or None for all.
+    None if the layer is exact: frozen, empty or complex weight, few tokens, or a shape that torch will refuse.
+    ``valid`` is the number of rows that are no padding, or None for all.
     """
-    return spec_of(shape, itemsize, weight.shape, weight.requires_grad, config, valid)
+    is_trained = weight.requires_grad and not weight.is_complex()
+    return spec_of(shape, itemsize, weight.shape, is_trained, config, valid)
 
 
 def spec_of(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rmm_linear._support.autocast import autocast_dtype
+from rmm_linear._support.autocast import autocast_dtype, is_autocast
 from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.model_context import CacheEntry, ModelContext
@@ -80,6 +81,8 @@ class SketchedLayer(ConvertedModule):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Apply the layer; ``shape`` has the leading dimensions of an input that is already flattened."""
+        if not is_dense(input) or input.is_complex():
+            return F.linear(input, weight, bias)
         output = self._unwatched_linear(input, weight, bias) if self.training else None
         if output is not None:
             return output
@@ -116,7 +119,7 @@ class SketchedLayer(ConvertedModule):
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the output where nothing else looks, made with as little as possible; None for the general way."""
         own = vars(self)
-        if not is_unwatched() or own["rmm_estimator"] is not None or torch.is_autocast_enabled(input.device.type):
+        if not is_unwatched() or own["rmm_estimator"] is not None or is_autocast(input.device.type):
             return None
         if type(input) is not Tensor or type(weight) not in _PLAIN or input.is_neg() or input.dtype is not weight.dtype:
             return None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from rmm_linear._support.autocast import is_autocast
 from rmm_linear.backends.select import ENVIRONMENT, SETTING, backend_of, backends_of
 from rmm_linear.backends.triton import DTYPES, was_tried
 from rmm_linear.ops.repeat import Repeated
@@ -317,7 +318,7 @@ def runs_fused(x: Tensor, is_composed: bool) -> bool:
 
     is_composed: Whether the module runs several functions, to which autocast may give different dtypes.
     """
-    if not _has_kernels(x.device.type, x.dtype) or (is_composed and torch.is_autocast_enabled(x.device.type)):
+    if not _has_kernels(x.device.type, x.dtype) or (is_composed and is_autocast(x.device.type)):
         return False
     return torch.compiler.is_compiling() or _is_plain(x)
 
@@ -343,7 +344,7 @@ def _are_memory(arguments: tuple[Any, ...]) -> bool:
     for value in arguments:
         kind = type(value)
         if kind is Tensor or kind is nn.Parameter:
-            if value.is_neg():
+            if value.is_neg() or value._is_zerotensor():  # the latter has no memory
                 return False
         elif kind not in _NO_TENSORS and not _holds_memory(value):
             return False

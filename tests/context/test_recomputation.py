@@ -204,8 +204,8 @@ def test_masks_are_freed_with_the_graph(reentrant):
     context = model.layer.rmm_context
 
     def note(*_):
-        if context._inputs:  # not in a recomputation
-            seen.append(weakref.ref(context._inputs[-1].mask))
+        if context._running.inputs:  # not in a recomputation
+            seen.append(weakref.ref(context._running.inputs[-1].mask))
 
     handle = model.layer.register_forward_hook(note)
     gc.disable()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from cases import architectures
 from helpers import batch_of, loss_of, tiny_model
-from module_cases import MEMBERS
+from module_cases import MEMBERS, converted_model
+from module_steps import inputs
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -146,6 +147,15 @@ def test_what_is_recomputed(name, unwatched):
     assert not any(unwatched)
     assert_same(trained(made(False), loss, nullcontext), expected)
     assert any(unwatched)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_gradient_that_has_no_memory(name):
+    """As ``torch.sgn`` has one, whose derivative is a tensor of zeros to which PyTorch gives none."""
+    model, x = converted_model(name), inputs()
+    output = model(x).sgn()
+    gradients = torch.autograd.grad(output, [x, *model.parameters()], torch.ones_like(output))
+    assert not any(one.any() for one in gradients)
 
 
 @architectures

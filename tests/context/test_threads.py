@@ -1,0 +1,76 @@
+"""Threads that train one converted model at once, each with its own batches and masks."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from rmm_linear import RMMConfig, convert
+
+STEPS, SHAPE, WIDTH = 4, (3, 10), 16
+
+
+class Meeting(nn.Module):
+    """Layers between which all threads wait for each other."""
+
+    def __init__(self, barrier):
+        super().__init__()
+        self.first, self.act, self.second, self.norm = (
+            nn.Linear(WIDTH, 32),
+            nn.GELU(),
+            nn.Linear(32, 9),
+            nn.LayerNorm(9),
+        )
+        self.barrier = barrier
+
+    def forward(self, x, attention_mask=None):
+        hidden = self.first(x)
+        if self.barrier is not None:
+            self.barrier.wait(20)
+        return self.norm(self.second(self.act(hidden)))
+
+
+def batches(thread):
+    """Inputs and masks; the first thread has no padding."""
+    generator = torch.Generator().manual_seed(thread)
+    mask = torch.ones(SHAPE, dtype=torch.int64)
+    mask[1, 5 * thread or 10 :] = 0
+    return [(torch.randn(*SHAPE, WIDTH, generator=generator), mask) for _ in range(STEPS)]
+
+
+def gradients(model, x, mask):
+    output = model(x, attention_mask=mask) * mask.unsqueeze(-1)
+    return torch.autograd.grad(output.sin().sum(), list(model.parameters()))
+
+
+@pytest.mark.parametrize("trained", [0, 3])
+def test_each_has_its_own_masks(trained):
+    """Whether or not the first steps have checked them, which run alone."""
+    torch.manual_seed(0)
+    exact = Meeting(None)
+    model = Meeting(None)
+    model.load_state_dict(exact.state_dict())
+    codes = {"bits": 8, "activation_bits": 8, "norm_bits": 8}
+    convert(model, RMMConfig(min_rows=1, **codes))
+    for x, mask in batches(1)[:trained]:
+        gradients(model, x, mask)
+    model.barrier, found = threading.Barrier(2), {}
+
+    def train(thread):
+        try:
+            found[thread] = [gradients(model, *batch) for batch in batches(thread)]
+        except RuntimeError as error:
+            found[thread] = error
+            model.barrier.abort()
+
+    threads = [threading.Thread(target=train, args=(thread,)) for thread in (0, 1)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    for thread, steps in found.items():
+        assert isinstance(steps, list), steps
+        for step, batch in zip(steps, batches(thread), strict=True):
+            for one, other in zip(step, gradients(exact, *batch), strict=True):
+                assert (one - other).norm() < 0.05 * other.norm() + 1e-4
