@@ -289,8 +289,9 @@ def _copied(module: nn.Module, linears: Container[str] = (), depth: list[None] |
         for name, child in module._modules.items()
     }
     vars(made)["_modules"] = children
-    for child in [] if depth is None else [one for name, one in children.items() if name not in linears and one]:
-        vars(child)["forward"] = functools.partial(_counted, type(child).forward.__get__(child), depth)
+    if depth is not None:
+        for child in (one for name, one in children.items() if name not in linears and one is not None):
+            vars(child)["forward"] = functools.partial(_counted, type(child).forward.__get__(child), depth)
     return made
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ from rmm_linear.context.call_inputs import (
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks, shown
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
-from rmm_linear.context.recomputation import ForwardPass, PendingForwards, StepSeeds
+from rmm_linear.context.recomputation import ForwardPass, PendingForwards, RunningForward, StepSeeds
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
 from rmm_linear.context.survey import Survey
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
@@ -58,16 +57,6 @@ from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 logger = logging.getLogger(__name__)
-
-
-class _RunningForward(threading.local):
-    """The forward pass that a thread runs: inputs of the modules that are running, the outermost first, and itself."""
-
-    def __init__(self) -> None:
-        self.inputs: list[CallInputs] = []
-        self.outermost: nn.Module | None = None
-        self.recomputing = False
-        self.survey: Survey | None = None
 
 
 class ModelContext:
@@ -104,7 +93,7 @@ class ModelContext:
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
         self.checks = StepChecks(self.names, self.config.min_rows)
-        self._running = _RunningForward()
+        self._running = RunningForward()
         self._pending = PendingForwards()
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
@@ -324,12 +313,8 @@ class ModelContext:
         """Make the modules exact that free nothing, and say so."""
         if found := survey.decide(output):
             self.kept_anyway = self.kept_anyway.union(found)  # another set: what is set aside has the old one
-            logger.info(
-                "%d converted modules (%s) free nothing, as other operations keep the same tensors anyway: they are "
-                "exact from now on.",
-                len(found),
-                shown([self.names[index] for index in found]),
-            )
+            why = "free nothing, as other operations keep the same tensors anyway: they are exact from now on."
+            logger.info("%d converted modules (%s) %s", len(found), shown([self.names[i] for i in found]), why)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():

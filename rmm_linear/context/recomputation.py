@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
 from rmm_linear.context.surroundings import next_node, running_node
+from rmm_linear.context.survey import Survey
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 _MOST = 64  # forward passes that are remembered
@@ -257,3 +258,14 @@ class RepeatedSeeds:
         finally:
             for (context, *_), seeds in zip(self._begun, last, strict=True):
                 context.seeds = seeds
+
+
+class RunningForward(threading.local):
+    """The forward pass that a thread runs: inputs of the modules that are running, the outermost first, and itself."""
+
+    def __init__(self) -> None:
+        """Run none."""
+        self.inputs: list[CallInputs] = []
+        self.outermost: nn.Module | None = None
+        self.recomputing = False
+        self.survey: Survey | None = None

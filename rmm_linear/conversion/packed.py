@@ -127,8 +127,9 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
             bits = config.for_module(names[module]).activation_bits
             chosen[module] = _pointwise(module, function, function.bits(bits))
         elif module not in chosen and module not in inside:
+            within = [one for one in _between(module) if one in names]
             form = elementwise_form(module, widths_of(module))
-            if form is None:
+            if form is None or any(_skip_reason(one, names[one], config) is not None for one in within):
                 continue
             if _skip_reason(module, names[module], config) is None:
                 inside.update(_between(module))
