@@ -158,6 +158,7 @@ def test_inductor_draws_a_new_sketch_and_is_unbiased(options):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # Inductor's, of float32 on new devices
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's too, of its first one
 def test_reduce_overhead_draws_a_new_sketch_in_every_replay_and_is_unbiased():
     device = torch.device("cuda")
     layer = RMMLinear(64, 32, config=RMMConfig(ratio=0.25, min_rows=8), device=device)
