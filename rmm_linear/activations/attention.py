@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -114,7 +115,6 @@ class AttendingModule(PackedModule):
     rmm_operation = "attention"
     rmm_learns_rows = False  # keys and values are read by all rows
     rmm_exact: str | None
-    rmm_attended: bool  # in the current call of the module
     rmm_hides: dict[tuple[bool, bool], tuple[bool, int | None]]  # see SavingCall.answers
     rmm_hook: RemovableHandle
 
@@ -122,7 +122,7 @@ class AttendingModule(PackedModule):
         super()._set_up(config, *arguments, **named)
         if self.rmm_context is not None and self.rmm_config.attention_bits < _WIDE:
             self.rmm_context.learned[self.rmm_index] = ScoreSpread()
-        self.rmm_exact, self.rmm_attended, self.rmm_hides = None, False, {}
+        self.rmm_exact, self.rmm_hides = None, {}
         # A hook, as a forward of ours would hide the names of the module's arguments.
         self.rmm_hook = self.register_forward_hook(_note_call)
 
@@ -149,7 +149,7 @@ class AttendingModule(PackedModule):
         if not self.training:
             return None
         if not torch.compiler.is_compiling():
-            vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes 3 µs
+            note_attended(self)
         call = self._packed_call((query.shape[0], query.shape[-2]), query.device)
         if call.is_exact or not _is_saving(query, key, value, *([] if bias is None else [bias])):
             return None
@@ -196,15 +196,31 @@ class AttendingModule(PackedModule):
         return _NOT_CALLED
 
 
+class _Attended(threading.local):
+    """The modules whose current call in this thread has come to our attention."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.modules: set[int] = set()
+
+
+_attended = _Attended()
+
+
+def note_attended(module: nn.Module) -> None:
+    """Note that the current call of a module is ours."""
+    _attended.modules.add(id(module))
+
+
 def _note_call(module: nn.Module, args: Any, output: Any) -> None:
     """Say that a call in training had an attention of its own; not where the module is exact for a while."""
     if torch.compiler.is_compiling() or not module.training or not isinstance(module, AttendingModule):
         return
-    if not module.rmm_attended:
+    if id(module) not in _attended.modules:
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
             module._note_exact(module._why_not_called())
         return
-    vars(module)["rmm_attended"] = False
+    _attended.modules.discard(id(module))
 
 
 class PackedAttentionCaller(AttendingModule):

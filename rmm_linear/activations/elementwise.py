@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _autograd
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
@@ -82,7 +84,7 @@ class PackedElementwise(PackedModule):
             return super().forward(*args, **named)
         call = self._packed_call(tuple(input.shape[:-1]), input.device)
         is_trained = input.requires_grad or any(one.requires_grad for one in self.parameters())
-        is_exact = call.is_exact or "rmm_is_exact" in vars(self)
+        is_exact = call.is_exact or "rmm_is_exact" in vars(self) or self._is_watched()
         if is_exact or not (torch.is_grad_enabled() and is_trained and input.numel()):
             return super().forward(*args, **named)
         run = _Run(self, call)
@@ -101,6 +103,19 @@ class PackedElementwise(PackedModule):
             vars(self)["rmm_is_exact"] = True
             return super().forward(input)
 
+    def _is_watched(self) -> bool:
+        """Say whether hooks of others may read, in its linear layers, what has no graph or another one."""
+        layers = [self.get_submodule(name) for name in self.rmm_form.linears]
+        layers += [one.base_layer for one in layers if hasattr(one, "base_layer")]
+        kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        hooks = [hook for one in layers for kind in kinds for hook in vars(one)[kind].values()]
+        return not all(_is_ours(hook) for hook in hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return (getattr(function, "__module__", None) or "").startswith("rmm_linear.")
+
 
 class _Run:
     """One call of a module, whose elementwise code runs with a graph of its own."""
@@ -110,7 +125,8 @@ class _Run:
         self.inputs, self.leaves = list[Tensor](), list[Tensor]()
         inside = {id(one) for name in self.form.linears for one in module.get_submodule(name).parameters()}
         self.own = [one for one in module.parameters() if id(one) not in inside]
-        self.hooks: Any = None
+        self.hooks = list[Any]()  # for saved tensors, that are set aside
+        self.is_over = False
 
     @contextmanager
     def own_graph(self) -> Iterator[None]:
@@ -122,11 +138,13 @@ class _Run:
             self._show()
 
     def _hide(self) -> None:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-        self.hooks.__enter__()
+        while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            self.hooks.append(hooks)
+            _autograd._pop_saved_tensors_default_hooks()
 
     def _show(self) -> None:
-        self.hooks.__exit__(None, None, None)
+        while self.hooks:
+            _autograd._push_saved_tensors_default_hooks(*self.hooks.pop())
 
     def given(self, input: Tensor) -> Tensor:
         """Return an input for the code to read."""
@@ -136,12 +154,15 @@ class _Run:
 
     def called(self, name: str, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Run a linear layer: a source, or the sink."""
+        if self.is_over:
+            return original(*args, **named)
         value = self._derived(args[0]) if name == self.form.sink else None
         self._show()
-        try:
-            if value is None:
-                return self.given(original(*args, **named))
+        if value is not None:
+            self.is_over = True  # what follows the sink is none of ours
             return original(self._function(*value), *args[1:], **named)
+        try:
+            return self.given(original(*args, **named))
         finally:
             self._hide()
 
@@ -248,10 +269,6 @@ def _joined(lanes: Sequence[Tensor], layout: str) -> Tensor:
     return torch.cat(tuple(lanes), -1) if layout == _HALVES else torch.stack(tuple(lanes), -1).flatten(-2)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 _ROWS, _COLUMNS = 6, 10  # of what is tried
 
 
@@ -289,6 +306,8 @@ def _copied(module: nn.Module, linears: Container[str] = (), depth: list[None] |
         for name, child in module._modules.items()
     }
     vars(made)["_modules"] = children
+    buffers = {name: None if one is None else one.detach().clone() for name, one in module._buffers.items()}
+    vars(made)["_buffers"] = buffers  # which the module may count in
     if depth is not None:
         for child in (one for name, one in children.items() if name not in linears and one is not None):
             vars(child)["forward"] = functools.partial(_counted, type(child).forward.__get__(child), depth)
@@ -363,11 +382,7 @@ class _Trial:
         if len(set(order)) != len(order) or (self.order and order != self.order):
             raise ValueError
         self.order = order
-        if self.sink is None:
-            return output
-        if output is not ends[0][1]:
-            raise ValueError
-        return ends[0][0]
+        return output if self.sink is None else ends[0][0]
 
     def _is_elementwise(self, layouts: Sequence[str], is_training: bool) -> bool:
         for one in self.module.modules():
@@ -396,15 +411,39 @@ class _Trial:
                 changed[place][2, 3] += 1
                 if int((self._output(changed) != y).sum()) > 1:
                     return False
+        return all(self._has_gradients(layouts, [scale * one for one in inputs]) for scale in (1, 30, 0.01))
+
+    def _has_gradients(self, layouts: Sequence[str], inputs: Sequence[Tensor]) -> bool:
+        """Say whether any gradient is that by ones times that of the output, and something is saved for it."""
         saved, leaves = list[int](), [one.clone().requires_grad_() for one in inputs]
 
         def note(tensor: Tensor) -> Tensor:
             saved.append(0 if self.depth else tensor.nbytes)  # children are tried by themselves
-            return tensor
+            return tensor.detach()  # an output that its node saves would never be freed
 
+        held = {id(one) for one in self._held()}
         if self.linears:
             self.x = self.x.detach().requires_grad_()  # which sources alone may read
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
             found = self._output(leaves)
         own = {id(one) for one in (*leaves, *self.module.parameters())}
-        return sum(saved) > 0 and all(id(one) in own for one in graph_leaves([found]))  # of no other module
+        if not sum(saved) or not all(id(one) in own for one in graph_leaves([found])):  # of no other module
+            return False
+        if any(one.requires_grad and id(one) not in held for one in self._held()):
+            return False  # that other code may read
+        y, ones = torch.randn(found.shape, generator=self.numbers).to(found), torch.ones_like(found)
+        got, by_ones = (
+            torch.autograd.grad(found, leaves, one, retain_graph=True, allow_unused=True) for one in (y, ones)
+        )
+        return all(
+            one is None
+            or torch.allclose(one, _repeated(y, layout) * other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+            for one, other, layout in zip(got, by_ones, layouts, strict=True)
+            if other is not None or one is not None
+        )
+
+    def _held(self) -> list[Tensor]:
+        """Return the tensors in attributes of the modules."""
+        names = ("_parameters", "_buffers", "_modules")
+        found = [value for one in self.module.modules() for name, value in vars(one).items() if name not in names]
+        return [one for one in tree_leaves(found) if isinstance(one, Tensor)]

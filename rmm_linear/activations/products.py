@@ -55,15 +55,19 @@ class _Products(TorchFunctionMode):
     def __init__(self, module: PackedProduct) -> None:
         super().__init__()
         self.module = module
-        inside = (child.parameters() for child in module.children())
-        self.others = {id(one) for parameters in inside for one in parameters}
+
+    def _is_own(self, weight: Tensor) -> bool:
+        """Say whether a weight is the module's own, or a cast of it."""
+        node = weight.grad_fn
+        if node is not None and node.name() == "ToCopyBackward0":
+            weight = getattr(node.next_functions[0][0], "variable", weight)
+        return any(weight is one for one in self.module._parameters.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
             weight, input = given["weight"], given["input"]
-            is_own = weight.dim() == 2 and id(weight) not in self.others
-            if is_own and not any(map(is_dtensor, (weight, input))):
+            if weight.dim() == 2 and self._is_own(weight) and not any(map(is_dtensor, (weight, input))):
                 return self.module._product(**given)
         return func(*args, **(kwargs or {}))
 
@@ -74,4 +78,4 @@ def multiplies(module: nn.Module) -> bool:
     if len(own) != 1 or own[0].dim() != 2 or 1 in own[0].shape or not own[0].is_floating_point():
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "linear" in code.co_names
+    return code is not None and "linear" in code.co_names and "linear" not in module._modules

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear.activations.attention import AttendingModule
+from rmm_linear.activations.attention import AttendingModule, note_attended
 from rmm_linear.activations.region_arguments import Arguments
 from rmm_linear.activations.region_form import look
 from rmm_linear.activations.region_run import Different, Filled, RegionForm, RegionRun, Scores
@@ -77,7 +77,7 @@ class PackedRegion(AttendingModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = super().forward
-        vars(self)["rmm_attended"] = True  # nn.Module's own assignment takes 3 µs
+        note_attended(self)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         first = next((one for one in tensors if one.is_floating_point()), None)
         if first is None:

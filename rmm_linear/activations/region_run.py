@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class RegionRun:
             kernels = sdpa_kernel(SDPBackend.MATH) if self.form.is_plain else nullcontext()
             # What a later source reads saves for its own backward pass, and nothing else does.
             inside = nullcontext() if self.form.reads else exact_inside(self.module, self.linears)
-            with inside, intercepted(self.module, self.linears, self._called), self._caching(), kernels:
+            with _alone, inside, intercepted(self.module, self.linears, self._called), self._caching(), kernels:
                 output = self.original(*positional(self.arguments), **named(self.arguments))
         except (Filled, Different):
             set_random_state(self.device, before)
@@ -309,18 +310,60 @@ def own_parameters(module: Any, linears: Sequence[str]) -> dict[str, Tensor]:
 @contextmanager
 def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[None]:
     """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
-    children = {name: module.get_submodule(name) for name in linears}
-    before = {name: vars(child).get("forward") for name, child in children.items()}
+    with ExitStack() as stack:
+        for name in linears:
+            child = module.get_submodule(name)
+            stack.enter_context(replaced(child, functools.partial(called, name, running_forward(child))))
+        yield
+
+
+class _OwnForward:
+    """A module's forward that threads replace for themselves: others may run the module meanwhile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before, self.own = vars(module).get("forward"), module.forward
+        self.by_thread: dict[int, list[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replaced = self.by_thread.get(threading.get_ident())
+        return (replaced[-1] if replaced else self.own)(*args, **kwargs)
+
+
+_changing = threading.Lock()
+# Held by a region that runs: a replay swaps a module's own parameters, and both read and set random states.
+_alone = threading.RLock()
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a module's forward for this thread."""
+    thread = threading.get_ident()
+    with _changing:
+        known = vars(module).get("forward")
+        if not isinstance(known, _OwnForward):
+            vars(module)["forward"] = known = _OwnForward(module)
+        known.by_thread.setdefault(thread, []).append(forward)
     try:
-        for name, child in children.items():
-            vars(child)["forward"] = functools.partial(called, name, child.forward)
         yield
     finally:
-        for name, child in children.items():
-            if before[name] is None:
-                vars(child).pop("forward", None)
-            else:
-                vars(child)["forward"] = before[name]
+        with _changing:
+            known.by_thread[thread].pop()
+            if not known.by_thread[thread]:
+                del known.by_thread[thread]
+            if not known.by_thread and vars(module).get("forward") is known:
+                if known.before is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = known.before
+
+
+def running_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of a module runs in this thread."""
+    known = vars(module).get("forward")
+    if not isinstance(known, _OwnForward):
+        return module.forward
+    own = known.by_thread.get(threading.get_ident())
+    return own[-1] if own else known.own
 
 
 def _layer(named: dict[str, Any]) -> dict[str, Any]:
@@ -348,9 +391,10 @@ def exact_inside(module: nn.Module, linears: Sequence[str] = ()) -> Iterator[Non
     children = [one for one in module.modules() if isinstance(one, ConvertedModule) and one is not module]
     with ExitStack() as stack:
         for child in children:
-            if child not in others and "forward" not in vars(child):  # else another library has replaced it
-                vars(child)["forward"] = original_forward(child)
-                stack.callback(vars(child).pop, "forward", None)
+            known = vars(child).get("forward")
+            known = known.before if isinstance(known, _OwnForward) else known
+            if child not in others and known is None:  # else another library has replaced it
+                stack.enter_context(replaced(child, original_forward(child)))
         yield
 
 
@@ -388,7 +432,7 @@ class RegionFunction(SavingFunction):
         cut = ctx.cut if ctx.cut.total and y.dim() and y.shape[0] % ctx.cut.total == 0 else WHOLE
         ratio, of_sources = y.shape[0] // cut.total if cut.total else 0, [cut.source(i) for i in range(calls)]
         swapped, sums = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True))), Sums(cut)
-        with torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
+        with _alone, torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
             for part in cut.parts():
                 pairs = zip(decoded, of_sources, strict=True)
                 outs = [part.of(one, source).detach().requires_grad_() for one, source in pairs]

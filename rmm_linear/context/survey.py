@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rmm_linear.context.surroundings import has_saving_hooks, in_backward
+from rmm_linear.context.surroundings import in_backward
 
 Exact = Callable[[Tensor], Any]
 
@@ -38,7 +38,7 @@ class Survey:
 
         ``run`` is its exact form, which is tried on one row of ``dims`` dimensions; None keeps the input alone.
         """
-        if input.grad_fn is None or isinstance(input, FakeTensor) or has_saving_hooks() or in_backward():
+        if input.grad_fn is None or isinstance(input, FakeTensor) or in_backward():
             return  # of an input of the model, the caller knows how long it stays
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)
         found = [
@@ -80,6 +80,9 @@ def _tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 def _what_is_kept(module: nn.Module, input: Tensor, run: Exact, dims: int) -> tuple[bool, bool]:
     """Say whether an exact form keeps its input and its output; neither where it keeps more, which a code frees."""
+    if any(True for _ in module.buffers()):
+        return False, False  # in which it may count
+    before = dict(vars(module))
     row = input.detach().reshape(-1, *input.shape[input.dim() - dims :])[:1].clone().requires_grad_()
     own, saved = {one.untyped_storage()._cdata for one in module.parameters()}, list[Tensor]()
     try:
@@ -88,6 +91,8 @@ def _what_is_kept(module: nn.Module, input: Tensor, run: Exact, dims: int) -> tu
             output = run(given)
     except Exception:  # of what takes other shapes
         return False, False
+    finally:
+        vars(module).update(before)
     places = given.untyped_storage()._cdata, output.untyped_storage()._cdata
     found = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in saved}
     others = sum(size for place, size in found.items() if place not in (*places, *own))
@@ -98,7 +103,7 @@ def _what_is_kept(module: nn.Module, input: Tensor, run: Exact, dims: int) -> tu
 
 def _noting(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
     def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+        saved.append(tensor.detach())
+        return saved[-1]  # an output that its node saves would never be freed
 
     return note

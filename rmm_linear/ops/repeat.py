@@ -145,7 +145,7 @@ class Repeated:
             return known.repeat(addresses, seed or 0)
         if len(self._known) >= _MOST:
             self._known.clear()
-        if known is True:
+        if known is True or seed == 0:  # which is no sign of a seed
             self._known[key] = None
             return self.function(*arguments)
         found, self._known[key] = _record(self.function, arguments, seed or 0)

@@ -42,7 +42,23 @@ NOT = {
     "its mode": lambda self, x: x.sin() if not self.training else x.sin() + torch.rand_like(x),
     "a parameter of another module": lambda self, x: x.sin() * OUTER,
     "something else": lambda self, x: x @ torch.ones(3, 3),
+    "the least": lambda self, x: torch.log1p(x - x.min()),
+    "large ones": lambda self, x: torch.where(x.norm() > 100, x * 50 / x.norm(), x) ** 2,
+    "its gradient": lambda self, x: cut(x.sin() * x),
+    "it is kept": lambda self, x: kept(self, x.sin()) * x,
 }
+
+
+def cut(x):
+    """A gradient that is not linear in that of the output."""
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return x
+
+
+def kept(self, x):
+    self.left = x
+    return x
 
 
 @pytest.mark.parametrize("name", [*FOUND, *NOT])
@@ -50,6 +66,7 @@ def test_what_is_elementwise(name):
     module, state = By((FOUND | NOT)[name]).eval(), torch.get_rng_state()
     assert (elementwise_form(module, {}) is not None) == (name in FOUND)
     assert (module.calls, module.training) == (0, False)
+    assert not hasattr(module, "left")
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -74,6 +91,13 @@ class Between(nn.Module):
         return result if self.sink is None else self.sink(result)
 
 
+class Behind(Between):
+    """With a residual."""
+
+    def forward(self, x):
+        return x + super().forward(x).exp()
+
+
 def halves(self, x, u):
     a, b = u.chunk(2, -1)
     return a.sin() * b
@@ -86,6 +110,7 @@ BETWEEN = {
     "halves": (Between(halves, (24,)), ("halves",)),
     "pairs": (Between(lambda self, x, u: u[..., ::2].sin() * u[..., 1::2], (24,)), ("pairs",)),
     "three in two": (Between(lambda self, x, u, v: halves(self, x, u) * v, (24, 12)), ("halves", "whole")),
+    "with more behind it": (Behind(lambda self, x, u: u * u.exp()), ("whole",)),
     "without a sink": (Between(lambda self, x, u: u * u.exp(), sink=False), ("whole",)),
 }
 NOT_BETWEEN = {
@@ -201,3 +226,53 @@ def test_logits_that_are_lazy_keep_their_gradient():
     loss.backward()
     found = model.model.get_output_embeddings().weight.grad
     assert float((found - wanted).norm()) < 0.1 * float(wanted.norm())  # of codes of 4 bits
+
+
+def test_counters_stay():
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x):
+            self.n += self.training
+            return x * torch.sigmoid(1.3 * x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Counted())
+    convert(model, dry_run=True)
+    convert(model)
+    assert int(model[1].n) == 0
+    model(torch.randn(70, 8)).sum().backward()
+    assert int(model[1].n) == 1
+
+
+def test_hooks_of_others_see_what_they_saw():
+    """What they keep has its gradient, so the module runs exactly."""
+    model, x, seen = nn.Sequential(copy.deepcopy(BETWEEN["one"][0])), torch.randn(5, 8), []
+    model[0].source0.register_forward_hook(lambda module, args, output: seen.append(output))
+    wanted = []
+    for _ in range(2):
+        model.zero_grad()
+        (model(x).sum() + seen[-1].square().sum()).backward()
+        wanted.append(model[0].source0.weight.grad.clone())
+        if len(wanted) == 1:
+            convert(model, operations=("activation",))
+    assert torch.equal(*wanted)
+
+
+def test_hooks_for_saved_tensors_of_what_is_around():
+    """They see what is saved around the code, and the codes, and nothing of the code's own graph."""
+    model, seen = nn.Sequential(copy.deepcopy(BETWEEN["with more behind it"][0])), []
+    convert(model, operations=("activation",))
+
+    def note(tensor):
+        seen.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+        loss = model(torch.randn(5, 8)).sum()
+    loss.backward()
+    codes = [one for one in seen if one.dtype == torch.uint8]
+    assert len(codes) == 1
+    assert sum(one.shape == (5, 12) for one in seen) == 1  # what the sink reads
+    assert any(one.shape == (5, 8) for one in seen)  # what follows it saves

@@ -78,6 +78,29 @@ def test_layers_inside_of_it_are_not_taken_for_it():
     assert torch.equal(model.router.inner.weight.grad, wanted)
 
 
+def test_other_weights_are_not_its_own():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.places, self.linear = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x + self.places)
+
+    class Borrowing(Router):
+        def forward(self, x):
+            return super().forward(x)[0] + F.linear(x, self.inner.weight.sum() * torch.ones(4, 32)).flatten(0, -2)
+
+    assert not multiplies(Table())
+    model, x = nn.Sequential(nn.Linear(32, 32), Borrowing()).train(), torch.randn(4, 40, 32)
+    model(x).square().sum().backward()
+    wanted = model[1].inner.weight.grad.clone()
+    model.zero_grad()
+    convert(model, min_rows=1, exclude_modules=["0", "inner"], operations=("linear",))
+    model(x).square().sum().backward()
+    assert torch.equal(model[1].inner.weight.grad, wanted)
+
+
 @pytest.mark.parametrize(
     ("fields", "is_converted"),
     [({}, True), ({"target_modules": ["first"]}, False), ({"target_modules": ["router"]}, True),

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from module_cases import OwnGate
 from torch import nn
 
 from rmm_linear import RMMConfig, convert
@@ -31,6 +32,32 @@ class Meeting(nn.Module):
         return self.norm(self.second(self.act(hidden)))
 
 
+class Regions(nn.Module):
+    """Attention with code and a parameter of its own, and elementwise code between linear layers."""
+
+    def __init__(self, barrier):
+        super().__init__()
+        self.barrier = barrier
+        self.attention, self.gate = Attending(), OwnGate(WIDTH)
+
+    def forward(self, x, attention_mask=None):
+        hidden = self.attention(x)
+        if self.barrier is not None:
+            self.barrier.wait(20)
+        return self.gate(hidden)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        scores = (self.q(x) * self.scale) @ self.k(x).transpose(1, 2)
+        return self.o(torch.softmax(torch.tanh(scores / 4) * 4, -1) @ self.v(x))
+
+
 def batches(thread):
     """Inputs and masks; the first thread has no padding."""
     generator = torch.Generator().manual_seed(thread)
@@ -45,14 +72,15 @@ def gradients(model, x, mask):
 
 
 @pytest.mark.parametrize("trained", [0, 3])
-def test_each_has_its_own_masks(trained):
-    """Whether or not the first steps have checked them, which run alone."""
+@pytest.mark.parametrize("kind", [Meeting, Regions])
+def test_each_has_its_own_masks(kind, trained):
+    """Whether or not the first steps have checked them, which run alone; and its own calls of layers."""
     torch.manual_seed(0)
-    exact = Meeting(None)
-    model = Meeting(None)
+    exact = kind(None)
+    model = kind(None)
     model.load_state_dict(exact.state_dict())
-    codes = {"bits": 8, "activation_bits": 8, "norm_bits": 8}
-    convert(model, RMMConfig(min_rows=1, **codes))
+    codes = {"bits": 8, "activation_bits": 8, "norm_bits": 8, "attention_bits": 8}
+    convert(model, RMMConfig(min_rows=1, mask_padding=kind is Meeting, **codes))
     for x, mask in batches(1)[:trained]:
         gradients(model, x, mask)
     model.barrier, found = threading.Barrier(2), {}
@@ -60,7 +88,7 @@ def test_each_has_its_own_masks(trained):
     def train(thread):
         try:
             found[thread] = [gradients(model, *batch) for batch in batches(thread)]
-        except RuntimeError as error:
+        except BaseException as error:
             found[thread] = error
             model.barrier.abort()
 
