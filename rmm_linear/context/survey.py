@@ -3,8 +3,8 @@
 A module's exact form keeps its input, or its output, for the backward pass. Where another operation that is not
 converted keeps the same tensor, as a convolution keeps the output of the ReLU before it, a code frees nothing and adds
 its bytes. Whether a tensor is kept shows at the end of the forward pass: its memory is still there, although every
-converted module has let it go. Weak references to the memory tell, not addresses, which are used again. Of what the
-model takes and returns, only the caller knows how long it stays: it does not count.
+converted module has let it go, and a node of the graph has it. Weak references tell the memory, not addresses, which
+are used again. What a caller keeps does not count: only the caller knows for how long.
 
 Ranks of a distributed run ask nobody: they decide by the same code in the same step, and gradients are unbiased
 whatever they decide.
@@ -12,8 +12,7 @@ whatever they decide.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rmm_linear.context.surroundings import in_backward
+from rmm_linear._support.saved_graph import saved_in_graph
+from rmm_linear.context.surroundings import in_backward, is_checkpointed
 
 Exact = Callable[[Tensor], Any]
 
@@ -40,6 +40,9 @@ class Survey:
         """
         if input.grad_fn is None or isinstance(input, FakeTensor) or in_backward():
             return  # of an input of the model, the caller knows how long it stays
+        if is_checkpointed():  # what is kept does not show, and a recomputation is to do the same
+            self._kept.setdefault(module.rmm_index, []).append([])
+            return
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)
         found = [
             StorageWeakRef(one.untyped_storage())
@@ -49,33 +52,20 @@ class Survey:
         self._kept.setdefault(module.rmm_index, []).append(found)
 
     def decide(self, output: Any) -> list[int]:
-        """Return the modules all of whose calls would keep what is there at the end of the forward pass."""
-        returned = {one.untyped_storage()._cdata for one in _tensors_in(output)}
-        kept, self._kept = self._kept, {}
-
-        def found() -> list[int]:
-            frees = {
-                i: any(one.expired() or one.cdata in returned for call in calls for one in call)
-                for i, calls in kept.items()
-            }
-            return [index for index, calls in sorted(kept.items()) if all(calls) and not frees[index]]
-
-        if found():
-            gc.collect()  # first calls leave tensors in reference cycles, as those of compilers do
-        return found()
+        """Return the modules all of whose calls would keep what the graph behind the model's output keeps."""
+        calls, self._kept = self._kept, {}
+        alive = {one.cdata for each in calls.values() for call in each for one in call if not one.expired()}
+        if not alive:
+            return []
+        kept = {tensor.untyped_storage()._cdata for _, tensor in saved_in_graph(output) if type(tensor) in _PLAIN}
+        kept &= alive
+        frees = {
+            i for i, each in calls.items() for call in each if not call or any(one.cdata not in kept for one in call)
+        }
+        return sorted(calls.keys() - frees)
 
 
-_DEPTH = 6  # of objects in objects, as a cache of keys has layers
-
-
-def _tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in containers and in attributes of objects."""
-    if type(value) is Tensor:
-        yield value
-    elif depth and not isinstance(value, Tensor | nn.Module | type | str | int | float):
-        held = value if isinstance(value, list | tuple | set) else getattr(value, "__dict__", {}).values()
-        for one in (*held, *(value.values() if isinstance(value, Mapping) else ())):
-            yield from _tensors_in(one, depth - 1)
+_PLAIN = {Tensor, nn.Parameter}
 
 
 def _what_is_kept(module: nn.Module, input: Tensor, run: Exact, dims: int) -> tuple[bool, bool]:

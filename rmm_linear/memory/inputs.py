@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear._support.saved_graph import saved_in_graph
 from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_saved
 
 
@@ -128,44 +128,11 @@ def _layer_input(
 def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
     """Map each storage to the autograd nodes that save it."""
     found: dict[StorageKey, list[Saver]] = {}
-    with torch._C.DisableTorchFunctionSubclass():  # logits that are computed when they are read are not read
-        roots = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    todo = [node for node in roots if node is not None]
-    seen = set(todo)
-    while todo:
-        node: Any = todo.pop()
+    for node, tensor in saved_in_graph(output):
         function = getattr(type(node), "_forward_cls", None)  # of an autograd.Function
-        saver = Saver(node.name(), getattr(function, "__module__", "").startswith("rmm_linear."))
-        for attribute in dir(node):
-            if attribute.startswith("_saved_") or attribute == "saved_tensors":
-                for leaf in tree_leaves(_read(node, attribute)):
-                    if isinstance(leaf, Tensor):
-                        found.setdefault(storage_key(leaf), []).append(saver)
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                todo.append(parent)
+        is_ours = getattr(function, "__module__", "").startswith("rmm_linear.")
+        found.setdefault(storage_key(tensor), []).append(Saver(node.name(), is_ours))
     return found
-
-
-def _read(node: Any, attribute: str) -> Any:
-    """Return what a node has saved; nothing where activation checkpointing would recompute it to show it."""
-    try:
-        with _NoRecomputation():
-            return getattr(node, attribute)
-    except _RecomputationError:
-        return ()
-
-
-class _RecomputationError(Exception):
-    pass
-
-
-class _NoRecomputation(TorchFunctionMode):
-    """Lets no function of PyTorch run: reading what is in memory calls none."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _RecomputationError
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:
