@@ -61,7 +61,7 @@ def test_a_recomputation_has_the_ids_of_its_own_forward_pass():
 
 def test_an_overflowing_step_and_a_frozen_layer_teach_nothing():
     model = tiny_model("roberta", dropout=0.0).train()
-    convert(model, norm_estimator="position", target_modules=["query"], **WTA)
+    convert(model, norm_estimator="position", target_modules=["query", "key", "value"], **WTA)
     batch = batch_of()
     model(**batch).loss.backward()
     state = lambda: {name: tensor.clone() for name, tensor in rmm_linear.sketch_tensors(model).items()}  # noqa: E731
@@ -115,7 +115,7 @@ def test_a_sibling_without_an_estimator_draws_by_what_the_others_expect(monkeypa
     """The first of the group makes the sketch for all of them."""
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
     overrides = {"query": {"norm_estimator": "none"}}
-    convert(model, norm_estimator="position", target_modules=["query", "key"], overrides=overrides, **WTA)
+    convert(model, norm_estimator="position", target_modules=["query", "key", "value"], overrides=overrides, **WTA)
     attention = model.roberta.encoder.layer[0].attention.self
     assert attention.query.rmm_estimator is None
     batch, expected = batch_of(), []
@@ -206,7 +206,7 @@ def test_gradients_stay_unbiased_while_estimators_learn(name, reentrant):
 
 def test_copies_and_pickles_learn_on_their_own():
     model = tiny_model("roberta", dropout=0.0).train()
-    convert(model, norm_estimator="position_token", target_modules=["query", "key"], **WTA)
+    convert(model, norm_estimator="position_token", target_modules=["query", "key", "value"], **WTA)
     batch = batch_of()
     model(**batch).loss.backward()
     before = {name: tensor.clone() for name, tensor in rmm_linear.sketch_tensors(model).items()}
