@@ -201,3 +201,12 @@ def test_logits_that_are_lazy_keep_their_gradient():
     loss.backward()
     found = model.model.get_output_embeddings().weight.grad
     assert float((found - wanted).norm()) < 0.1 * float(wanted.norm())  # of codes of 4 bits
+
+
+@pytest.mark.parametrize(("module", "shape"), [(nn.GLU(1), (3, 4, 8)), (nn.AdaptiveAvgPool1d(5), (3, 4, 8))])
+def test_where_the_output_has_another_shape_than_when_tried_it_is_exact(module, shape):
+    assert elementwise_form(module, {}) is not None
+    model, x = nn.Sequential(copy.deepcopy(module)), torch.randn(shape, requires_grad=True)
+    convert(model, operations=("activation",))
+    found, expected = (torch.autograd.grad(one(x).square().sum(), x)[0] for one in (model, module))
+    assert torch.equal(found, expected)
