@@ -75,6 +75,7 @@ class Run(NamedTuple):
     outputs: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     size: float = 0.0  # of the gradient of the outputs
+    largest: float = 0.0  # of what is differentiated by
     error: tuple[type, str] | None = None
 
 
@@ -99,14 +100,16 @@ def run(module, args, kwargs=None, is_trained=True, view=lambda tensor: tensor):
         message = re.sub(r"\w+Backward\d*", "Backward", str(error))  # names of nodes of the graph
         return Run([], {}, error=(type(error), message))
     size = sum(float(one.abs().double().square().sum()) for one in y) ** 0.5
-    return Run(outputs, dict(zip(leaves, found, strict=bool(found))), size)
+    largest = max((float(one.detach().abs().max()) for one in leaves.values() if one.numel()), default=0.0)
+    return Run(outputs, dict(zip(leaves, found, strict=bool(found))), size, largest)
 
 
 def differences(found, expected, near=0.0):
     """Say how one call differs from another: outputs and errors by anything, gradients by more than ``near``.
 
     Relative to the gradient, or to that of the outputs: derivatives that are far below 1 have codes of that range.
-    Sums over n elements of a half type have its error √n times.
+    Sums over n elements of a half type have its error √n times. Derivatives by the only element of a parameter may be
+    as large as the inputs, and so their errors are.
     """
     if found.error != expected.error:
         yield f"raises {found.error}, not {expected.error}"
@@ -128,6 +131,7 @@ def differences(found, expected, near=0.0):
             size = max(expected.size, float(exact.abs().double().norm()))
             rows = max(one.numel() for one in expected.outputs) / exact.numel()
             room = near + 2 * torch.finfo(exact.dtype).eps * max(1, rows) ** 0.5
+            size *= max(1.0, expected.largest) if exact.numel() == 1 < rows else 1.0
             error = float((gradient - exact).abs().double().norm())
             if not error <= room * size:
                 yield f"gradient of {name} is off by {error / size:.3g}, more than {room:.3g}"

@@ -90,7 +90,7 @@ def main() -> None:
             mock.patch.object(module, "_on", return_value=ExitStack()),
             mock.patch.object(module, "_index", return_value=0),
             mock.patch.object(module, "_is_asynchronous", return_value=True),
-            mock.patch.object(kernels(), "can_launch", return_value=True),
+            mock.patch.object(module, "can_launch", return_value=True),
             mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
             mock.patch.object(torch._C, "_cuda_getCurrentRawStream", return_value=0, create=True),
             mock.patch.object(dispatch, "backends_of", return_value=("triton", "plain")),

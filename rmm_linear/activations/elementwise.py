@@ -30,7 +30,7 @@ from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
-from rmm_linear.activations.region_run import intercepted
+from rmm_linear.activations.region_run import Different, intercepted
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.function import SavingFunction, as_no_view, graph_leaves
 from rmm_linear.ops.regions import pack_source, unpack_source
@@ -87,7 +87,12 @@ class PackedElementwise(PackedModule):
         is_exact = call.is_exact or "rmm_is_exact" in vars(self) or self._is_watched()
         if is_exact or not (torch.is_grad_enabled() and is_trained and input.numel()):
             return super().forward(*args, **named)
-        run = _Run(self, call)
+        try:
+            return self._coded(_Run(self, call), input, args, named)
+        except Different:
+            return super().forward(*args, **named)
+
+    def _coded(self, run: _Run, input: Tensor, args: Any, named: Any) -> Any:
         if self.rmm_form.sources:
             with intercepted(self, self.rmm_form.linears, run.called), run.own_graph():
                 output = super().forward(*args, **named)
@@ -177,6 +182,8 @@ class _Run:
 
     def _derived(self, output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return the output without its graph, and its derivatives, stored."""
+        if not (isinstance(output, Tensor) and self._has_shapes(output)):
+            raise Different  # as a pool in one dimension is elementwise where it halves its input, but not elsewhere
         if not output.requires_grad:
             return output, []
         found: list[Tensor | None] = [None] * (len(self.leaves) + len(self.own))
@@ -199,6 +206,13 @@ class _Run:
                 for one, each in zip(found, seeds_of(seed, len(found)), strict=True)
             ]
         return output.detach(), stored
+
+    def _has_shapes(self, output: Tensor) -> bool:
+        *rows, columns = output.shape or (1,)
+        return all(
+            leaf.shape == (output.shape if layout == _WHOLE else (*rows, 2 * columns))
+            for leaf, layout in zip(self.leaves, self.form.layouts, strict=True)
+        )
 
     def _function(self, output: Tensor, stored: Sequence[Tensor | None]) -> Tensor:
         if not stored:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from rmm_linear._support.autocast import autocast_dtype
 from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.layers.function import LinearCall, saved_linear, spec_for
 from rmm_linear.sketches.seeds import draw_seed
@@ -67,14 +69,16 @@ class _Products(TorchFunctionMode):
         if func is F.linear:
             given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
             weight, input = given["weight"], given["input"]
-            if weight.dim() == 2 and self._is_own(weight) and not any(map(is_dtensor, (weight, input))):
+            has_rows = is_dense(input) and not input.is_complex()
+            is_own = has_rows and weight.dim() == 2 and self._is_own(weight)
+            if is_own and not any(map(is_dtensor, (weight, input))):
                 return self.module._product(**given)
         return func(*args, **(kwargs or {}))
 
 
 def multiplies(module: nn.Module) -> bool:
     """Say whether a module's own code names ``linear``, and it has one matrix of its own."""
-    own = [one for one in module._parameters.values() if one is not None and one.dim() > 1]
+    own = [one for one in module._parameters.values() if one is not None and not is_lazy(one) and one.dim() > 1]
     if len(own) != 1 or own[0].dim() != 2 or 1 in own[0].shape or not own[0].is_floating_point():
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

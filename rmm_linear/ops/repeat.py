@@ -137,7 +137,7 @@ class Repeated:
                 return self.function(*arguments)
         key = (*key,)
         known = self._known.get(key, True)
-        if known is False or not kernels().can_launch(arguments[0].get_device()):
+        if known is False or not kernels().launch.can_launch(arguments[0].get_device()):
             return self.function(*arguments)
         if seed is not None and is_capturing(arguments[0].device):
             return self.function(*arguments)
@@ -173,7 +173,7 @@ class _Watching(TorchDispatchMode):
 
 def _record(function: Callable[..., Any], arguments: tuple[Any, ...], seed: int) -> tuple[Any, Recording | bool]:
     """Call a function; return its result and the recording, or False."""
-    with kernels().recorded() as launches, _Watching(launches) as watching:
+    with kernels().launch.recorded() as launches, _Watching(launches) as watching:
         found = function(*arguments)
     returned, made = [found] if isinstance(found, Tensor) else [*found], watching.made
     if not watching.is_known or not all(isinstance(one, Tensor) for one in returned):

@@ -276,3 +276,12 @@ def test_hooks_for_saved_tensors_of_what_is_around():
     assert len(codes) == 1
     assert sum(one.shape == (5, 12) for one in seen) == 1  # what the sink reads
     assert any(one.shape == (5, 8) for one in seen)  # what follows it saves
+
+
+@pytest.mark.parametrize(("module", "shape"), [(nn.GLU(1), (3, 4, 8)), (nn.AdaptiveAvgPool1d(5), (3, 4, 8))])
+def test_where_the_output_has_another_shape_than_when_tried_it_is_exact(module, shape):
+    assert elementwise_form(module, {}) is not None
+    model, x = nn.Sequential(copy.deepcopy(module)), torch.randn(shape, requires_grad=True)
+    convert(model, operations=("activation",))
+    found, expected = (torch.autograd.grad(one(x).square().sum(), x)[0] for one in (model, module))
+    assert torch.equal(found, expected)

@@ -124,3 +124,7 @@ def test_where_nothing_is_trained_nothing_is_saved():
     model(x).sum().backward()  # in eval mode, it is exact
     assert model.router.weight.grad is not None
     assert sketch_state(model)["layers"] == ["first", "router.inner"]
+
+
+def test_a_module_without_its_parameters_yet_is_not_one():
+    assert not multiplies(nn.LazyLinear(3))

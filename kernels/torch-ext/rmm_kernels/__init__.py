@@ -5,7 +5,6 @@ from .dense_sketch import dense_sketch
 from .derivatives import apply_derivative, pack_derivative
 from .dropout import dropout
 from .gated import apply_gated, gate_and_pack, pack_gated
-from .launch import can_launch, recorded
 from .masks import apply_mask, pack_mask
 from .normal import decode_normal, encode_normal
 from .norms import norm_gradients, normalize_and_pack, pack_norm
@@ -19,7 +18,6 @@ __all__ = [
     "apply_derivative",
     "apply_gated",
     "apply_mask",
-    "can_launch",
     "decode_normal",
     "dense_sketch",
     "dropout",
@@ -33,7 +31,6 @@ __all__ = [
     "pack_mask",
     "pack_norm",
     "random_keys",
-    "recorded",
     "row_norms",
     "sparse_sketch",
     "square_and_pack",
