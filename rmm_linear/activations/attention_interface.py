@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rmm_linear.activations.attention import names_in_forward
 from rmm_linear.activations.attention_function import Attention
+from rmm_linear.activations.own_forward import original_forward
 from rmm_linear.activations.region import PackedRegion
-from rmm_linear.activations.region_run import original_forward
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward
 

@@ -30,7 +30,8 @@ from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
-from rmm_linear.activations.region_run import Different, intercepted
+from rmm_linear.activations.own_forward import intercepted
+from rmm_linear.activations.region_run import Different
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.function import SavingFunction, as_no_view, graph_leaves
 from rmm_linear.ops.regions import pack_source, unpack_source

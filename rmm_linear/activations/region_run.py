@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
 from rmm_linear.activations.base import SavingCall
+from rmm_linear.activations.own_forward import exact_inside, intercepted, original_forward
 from rmm_linear.activations.region_arguments import (
     Arguments,
     HeldArguments,
@@ -34,7 +35,6 @@ from rmm_linear.activations.region_arguments import (
     shapes_of,
 )
 from rmm_linear.activations.region_slices import DRAWS, WHOLE, Cut, Part, Slices, Sums
-from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.regions import pack_source, unpack_source
 
@@ -307,65 +307,6 @@ def own_parameters(module: Any, linears: Sequence[str]) -> dict[str, Tensor]:
     return {name: one for name, one in module.named_parameters() if id(one) not in inside}
 
 
-@contextmanager
-def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[None]:
-    """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
-    with ExitStack() as stack:
-        for name in linears:
-            child = module.get_submodule(name)
-            stack.enter_context(replaced(child, functools.partial(called, name, running_forward(child))))
-        yield
-
-
-class _OwnForward:
-    """A module's forward that threads replace for themselves: others may run the module meanwhile."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.before, self.own = vars(module).get("forward"), module.forward
-        self.by_thread: dict[int, list[Callable[..., Any]]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        replaced = self.by_thread.get(threading.get_ident())
-        return (replaced[-1] if replaced else self.own)(*args, **kwargs)
-
-
-_changing = threading.Lock()
-# Held by a region that runs: a replay swaps a module's own parameters, and both read and set random states.
-_alone = threading.RLock()
-
-
-@contextmanager
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward for this thread."""
-    thread = threading.get_ident()
-    with _changing:
-        known = vars(module).get("forward")
-        if not isinstance(known, _OwnForward):
-            vars(module)["forward"] = known = _OwnForward(module)
-        known.by_thread.setdefault(thread, []).append(forward)
-    try:
-        yield
-    finally:
-        with _changing:
-            known.by_thread[thread].pop()
-            if not known.by_thread[thread]:
-                del known.by_thread[thread]
-            if not known.by_thread and vars(module).get("forward") is known:
-                if known.before is None:
-                    del vars(module)["forward"]
-                else:
-                    vars(module)["forward"] = known.before
-
-
-def running_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return what a call of a module runs in this thread."""
-    known = vars(module).get("forward")
-    if not isinstance(known, _OwnForward):
-        return module.forward
-    own = known.by_thread.get(threading.get_ident())
-    return own[-1] if own else known.own
-
-
 def _layer(named: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name == "layer_idx"}
 
@@ -384,18 +325,8 @@ def reaches(value: Tensor, outputs: Sequence[Tensor]) -> bool:
     return False
 
 
-@contextmanager
-def exact_inside(module: nn.Module, linears: Sequence[str] = ()) -> Iterator[None]:
-    """Run converted modules inside of a module exactly, but some layers: they learn nothing, and take no seeds."""
-    others = {inner for name in linears for inner in module.get_submodule(name).modules()}
-    children = [one for one in module.modules() if isinstance(one, ConvertedModule) and one is not module]
-    with ExitStack() as stack:
-        for child in children:
-            known = vars(child).get("forward")
-            known = known.before if isinstance(known, _OwnForward) else known
-            if child not in others and known is None:  # else another library has replaced it
-                stack.enter_context(replaced(child, original_forward(child)))
-        yield
+# Held by a region that runs: a replay swaps a module's own parameters, and both read and set random states.
+_alone = threading.RLock()
 
 
 class RegionFunction(SavingFunction):
@@ -484,12 +415,6 @@ def replay(
     if isinstance(which, int):
         return leaves[which]
     return next(one for one in leaves if isinstance(one, Tensor))
-
-
-def original_forward(module: Any) -> Callable[..., Any]:
-    """Return the forward that a module had before it was converted, or has."""
-    found = (one for one in type(module).__mro__ if "forward" in vars(one) and not issubclass(one, ConvertedModule))
-    return next(found).forward.__get__(module)
 
 
 @contextmanager

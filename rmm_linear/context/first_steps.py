@@ -79,6 +79,16 @@ class StepChecks:
             self._say("few rows", few_rows_message(few, self._min_rows))
         self._rows.clear()
 
+    def say_kept_anyway(self, found: Sequence[int], *, is_chosen: bool) -> None:
+        """Say that modules are exact from now on: a warning where a user has named layers to convert."""
+        logger.log(
+            logging.WARNING if is_chosen else logging.INFO,
+            "%d converted modules (%s) free nothing, as other operations keep the same tensors anyway: they are exact "
+            "from now on.",
+            len(found),
+            shown([self._names[index] for index in found]),
+        )
+
     def late_linears(self) -> list[str]:
         """Name the plain linear layers that are trained and came into the model after its conversion."""
         model = None if self._model is None else self._model()

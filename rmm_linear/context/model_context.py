@@ -21,7 +21,6 @@ operators as before. Their dispatch modes tell them apart.
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Hashable
@@ -47,7 +46,7 @@ from rmm_linear.context.call_inputs import (
     waits,
 )
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.first_steps import StepChecks, shown
+from rmm_linear.context.first_steps import StepChecks
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, RunningForward, StepSeeds
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
@@ -55,8 +54,6 @@ from rmm_linear.context.survey import Survey
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
-
-logger = logging.getLogger(__name__)
 
 
 class ModelContext:
@@ -313,8 +310,7 @@ class ModelContext:
         """Make the modules exact that free nothing, and say so."""
         if found := survey.decide(output):
             self.kept_anyway = self.kept_anyway.union(found)  # another set: what is set aside has the old one
-            why = "free nothing, as other operations keep the same tensors anyway: they are exact from now on."
-            logger.info("%d converted modules (%s) %s", len(found), shown([self.names[i] for i in found]), why)
+            self.checks.say_kept_anyway(found, is_chosen=self.config.target_modules != "all-linear")
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():

@@ -114,7 +114,7 @@ def test_what_is_expected_reaches_the_draw():
 def test_a_sibling_without_an_estimator_draws_by_what_the_others_expect(monkeypatch):
     """The first of the group makes the sketch for all of them."""
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
-    overrides = {"query": {"norm_estimator": "none"}}
+    overrides = {name: {"norm_estimator": "none"} for name in ("query", "value")}
     convert(model, norm_estimator="position", target_modules=["query", "key", "value"], overrides=overrides, **WTA)
     attention = model.roberta.encoder.layer[0].attention.self
     assert attention.query.rmm_estimator is None

@@ -1,0 +1,90 @@
+"""Replace the forwards of modules inside of another one for a while, for the thread that runs it alone."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from rmm_linear.layers.converted import ConvertedModule
+
+
+@contextmanager
+def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[None]:
+    """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
+    with ExitStack() as stack:
+        for name in linears:
+            child = module.get_submodule(name)
+            stack.enter_context(replaced(child, functools.partial(called, name, running_forward(child))))
+        yield
+
+
+class _OwnForward:
+    """A module's forward that threads replace for themselves: others may run the module meanwhile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before, self.own = vars(module).get("forward"), module.forward
+        self.by_thread: dict[int, list[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        replaced = self.by_thread.get(threading.get_ident())
+        return (replaced[-1] if replaced else self.own)(*args, **kwargs)
+
+
+_changing = threading.Lock()
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a module's forward for this thread."""
+    thread = threading.get_ident()
+    with _changing:
+        known = vars(module).get("forward")
+        if not isinstance(known, _OwnForward):
+            vars(module)["forward"] = known = _OwnForward(module)
+        known.by_thread.setdefault(thread, []).append(forward)
+    try:
+        yield
+    finally:
+        with _changing:
+            known.by_thread[thread].pop()
+            if not known.by_thread[thread]:
+                del known.by_thread[thread]
+            if not known.by_thread and vars(module).get("forward") is known:
+                if known.before is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = known.before
+
+
+def running_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of a module runs in this thread."""
+    known = vars(module).get("forward")
+    if not isinstance(known, _OwnForward):
+        return module.forward
+    own = known.by_thread.get(threading.get_ident())
+    return own[-1] if own else known.own
+
+
+@contextmanager
+def exact_inside(module: nn.Module, linears: Sequence[str] = ()) -> Iterator[None]:
+    """Run converted modules inside of a module exactly, but some layers: they learn nothing, and take no seeds."""
+    others = {inner for name in linears for inner in module.get_submodule(name).modules()}
+    children = [one for one in module.modules() if isinstance(one, ConvertedModule) and one is not module]
+    with ExitStack() as stack:
+        for child in children:
+            known = vars(child).get("forward")
+            known = known.before if isinstance(known, _OwnForward) else known
+            if child not in others and known is None:  # else another library has replaced it
+                stack.enter_context(replaced(child, original_forward(child)))
+        yield
+
+
+def original_forward(module: Any) -> Callable[..., Any]:
+    """Return the forward that a module had before it was converted, or has."""
+    found = (one for one in type(module).__mro__ if "forward" in vars(one) and not issubclass(one, ConvertedModule))
+    return next(found).forward.__get__(module)
