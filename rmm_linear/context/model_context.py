@@ -68,6 +68,7 @@ class ModelContext:
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         checks: Say which modules save nothing, after the first training step.
         kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
+        exact_attention: Why the last call of an attention was exact, by its index.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
@@ -81,6 +82,7 @@ class ModelContext:
         self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
         self.kept_anyway: set[int] = set()
+        self.exact_attention: dict[int, str] = {}
         self.salt = 0
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
@@ -394,7 +396,7 @@ class ModelContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        new = {"learned": {}, "directions": {}, "kept_anyway": set()}  # which pickled contexts may not have
+        new = {"learned": {}, "directions": {}, "kept_anyway": set(), "exact_attention": {}}  # of newer versions
         vars(self).update({**new, **state})
         self._reset()
 

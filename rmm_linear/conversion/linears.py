@@ -42,6 +42,11 @@ def choose_linears(
             skipped[name] = reason
         else:
             chosen[name] = module
+    for entry in [] if isinstance(config.exclude_modules, str) else config.exclude_modules or ():
+        if not any(matches([entry], name) for name in names.values()):
+            logger.warning(
+                "exclude_modules: %r matches no module; the nearest are %s.", entry, nearest(entry, [*names.values()])
+            )
     if not isinstance(config.target_modules, str):
         for entry in config.target_modules:
             if not any(matches([entry], name) for name in (*linears, *products)):

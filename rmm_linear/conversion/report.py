@@ -143,6 +143,13 @@ class ConversionReport:
         return [] if self.context is None else [self.context.names[index] for index in sorted(self.context.kept_anyway)]
 
     @property
+    def exact_attention(self) -> dict[str, str]:
+        """Name to the reason, for every attention whose last call in training was exact."""
+        if self.context is None:
+            return {}
+        return {self.context.names[index]: why for index, why in sorted(self.context.exact_attention.items())}
+
+    @property
     def groups(self) -> list[tuple[str, ...]]:
         """Groups of names of layers that share one sketch of their common input."""
         if self.context is None:
@@ -174,7 +181,8 @@ class ConversionReport:
 
         Returns:
             A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
-            memory, rows, directions, wide_attention, kept_anyway, groups, estimator_bytes and dry_run.
+            memory, rows, directions, wide_attention, kept_anyway, exact_attention, groups, estimator_bytes and
+            dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -193,6 +201,7 @@ class ConversionReport:
             "directions": self.directions,
             "wide_attention": self.wide_attention,
             "kept_anyway": self.kept_anyway,
+            "exact_attention": self.exact_attention,
             "groups": [list(group) for group in self.groups],
             "estimator_bytes": self.estimator_bytes,
             "dry_run": self.dry_run,
@@ -205,12 +214,12 @@ class ConversionReport:
             One line of ``key=value`` pairs behind ``rmm_linear:``.
         """
         config = self.config
-        packed = "".join(
-            f" {name}={count}" for name, count in Counter(e.operation for e in self.packed.values()).items()
-        )
+        counts = Counter(e.operation for e in self.packed.values())
+        converted = len(self.converted) + counts.pop("linear", 0)
+        packed = "".join(f" {name}={count}" for name, count in counts.items())
         recomputed = f" checkpointed={len(self.checkpointed)}" if self.checkpointed else ""
         return (
-            f"rmm_linear: converted={len(self.converted)}{packed}{recomputed} skipped={len(self.skipped)} "
+            f"rmm_linear: converted={converted}{packed}{recomputed} skipped={len(self.skipped)} "
             f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
             f"dry_run={self.dry_run}"
         )
@@ -268,6 +277,8 @@ class ConversionReport:
             return RECOMPUTED
         if module.name in self.kept_anyway:
             return _ANYWAY
+        if module.name in self.exact_attention:
+            return f"{self.exact_attention[module.name]}: {_EXACT}"
         seen = None if self.memory is None else self.memory.layers.get(module.name)
         reason = None if seen is None else seen.reason
         return reason if reason is not None and reason.endswith(_EXACT) else None

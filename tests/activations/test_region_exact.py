@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from region_helpers import Scores, batch, model_of, step
+from torch import nn
 
 from rmm_linear import convert, revert
 
@@ -134,3 +135,22 @@ def test_sources_that_are_called_otherwise_are_looked_at_again_and_then_left_exa
         assert found[1].keys() == expected[1].keys()
     assert model.first.rmm_exact == "it calls its linear layers otherwise from call to call"
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+
+
+def test_the_report_says_which_attention_is_exact():
+    class Leaving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            self.left = torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ self.v(x)
+            return self.o(self.left)
+
+    model, x = nn.Sequential(nn.Linear(8, 8), Leaving()), torch.randn(3, 30, 8)
+    report = convert(model)
+    assert report.exact_attention == {}
+    model(x).sum().backward()
+    assert [*report.exact_attention] == ["1"]
+    assert report.to_dict()["exact_attention"] == report.exact_attention
+    assert "where other code may read them: stays exact" in str(report)

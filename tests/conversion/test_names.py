@@ -212,8 +212,10 @@ def test_errors_leave_the_model_alone(arguments, error, message):
 def test_one_entry_without_match_is_logged(caplog):
     with caplog.at_level(logging.WARNING, "rmm_linear"):
         report = convert(Named(*NAMES), target_modules=["query", "valeu"])
+        convert(Named(*NAMES), exclude_modules=["valeu"])
     assert len(report.converted) == 2
     assert "'valeu' matches no linear layer" in caplog.text
+    assert "exclude_modules: 'valeu' matches no module" in caplog.text
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.ReLU()), nn.Module()])
