@@ -30,7 +30,7 @@ from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
-from rmm_linear.activations.own_forward import intercepted
+from rmm_linear.activations.own_forward import HOOKS, has_hooks_of_others, intercepted
 from rmm_linear.activations.region_run import Different
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.function import SavingFunction, as_no_view, graph_leaves
@@ -85,7 +85,10 @@ class PackedElementwise(PackedModule):
             return super().forward(*args, **named)
         call = self._packed_call(tuple(input.shape[:-1]), input.device)
         is_trained = input.requires_grad or any(one.requires_grad for one in self.parameters())
-        is_exact = call.is_exact or "rmm_is_exact" in vars(self) or self._is_watched()
+        is_exact = call.is_exact or "rmm_is_exact" in vars(self)
+        if not is_exact and has_hooks_of_others(self, self.rmm_form.linears, HOOKS):
+            self._say_exact("hooks of its linear layers may read what has no graph")
+            is_exact = True
         if is_exact or not (torch.is_grad_enabled() and is_trained and input.numel()):
             return super().forward(*args, **named)
         try:
@@ -105,22 +108,16 @@ class PackedElementwise(PackedModule):
         except RuntimeError as error:  # the derivative by a parameter takes a second derivative, which kernels may lack
             if not run.own:
                 raise
-            logger.warning("A module of the class %s stays exact: %s", type(self).__name__[len("Packed") :], error)
+            self._say_exact(str(error))
             vars(self)["rmm_is_exact"] = True
             return super().forward(input)
 
-    def _is_watched(self) -> bool:
-        """Say whether hooks of others may read, in its linear layers, what has no graph or another one."""
-        layers = [self.get_submodule(name) for name in self.rmm_form.linears]
-        layers += [one.base_layer for one in layers if hasattr(one, "base_layer")]
-        kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-        hooks = [hook for one in layers for kind in kinds for hook in vars(one)[kind].values()]
-        return not all(_is_ours(hook) for hook in hooks)
-
-
-def _is_ours(hook: Any) -> bool:
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return (getattr(function, "__module__", None) or "").startswith("rmm_linear.")
+    def _say_exact(self, reason: str) -> None:
+        said = set[str]() if self.rmm_context is None else self.rmm_context.checks.said
+        if reason not in said:
+            said.add(reason)
+            name = type(self).__name__.removeprefix("Packed")
+            logger.warning("A module of the class %s runs exactly: %s.", name, reason)
 
 
 class _Run:

@@ -88,3 +88,18 @@ def original_forward(module: Any) -> Callable[..., Any]:
     """Return the forward that a module had before it was converted, or has."""
     found = (one for one in type(module).__mro__ if "forward" in vars(one) and not issubclass(one, ConvertedModule))
     return next(found).forward.__get__(module)
+
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def has_hooks_of_others(module: nn.Module, linears: Sequence[str], kinds: Sequence[str]) -> bool:
+    """Say whether linear layers of a module, or those in adapters, have hooks that are not this library's."""
+    layers = [module.get_submodule(name) for name in linears]
+    layers += [one.base_layer for one in layers if hasattr(one, "base_layer")]
+    return any(not _is_own_hook(hook) for one in layers for kind in kinds for hook in vars(one)[kind].values())
+
+
+def _is_own_hook(hook: Any) -> bool:
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return (getattr(function, "__module__", None) or "").startswith("rmm_linear.")

@@ -154,3 +154,17 @@ def test_the_report_says_which_attention_is_exact():
     assert [*report.exact_attention] == ["1"]
     assert report.to_dict()["exact_attention"] == report.exact_attention
     assert "where other code may read them: stays exact" in str(report)
+
+
+def test_outputs_that_a_hook_keeps_have_their_gradient():
+    model, exact, x = model_of(Scores), model_of(Scores), batch()
+    report, found = convert(model, operations="attention"), []
+    for one in (model, exact):
+        kept = []
+        one.first.q.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output))
+        torch.manual_seed(0)
+        (one(x).sum() + kept[0].square().sum()).backward()
+        found.append(one.first.q.weight.grad)
+    assert torch.equal(*found)
+    assert "hooks of its linear layers may keep outputs" in report.exact_attention["first"]
+    assert "second" not in report.exact_attention
