@@ -78,6 +78,24 @@ def test_linear_layers_that_share_an_input(excluded, found):
     assert report.kept_anyway == found
 
 
+def test_a_product_keeps_a_copy_of_what_is_not_contiguous():
+    class Transposing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.linear = nn.Conv1d(16, 16, 1), nn.Linear(16, 4)
+
+        def forward(self, x):
+            h = torch.tanh(self.convolution(x))  # which keeps its output
+            return self.linear(h.transpose(1, 2))
+
+    model, x = Transposing(), torch.randn(4, 16, 40)
+    exact = saved(model, x)
+    report = convert(model)
+    step(model, x)
+    assert report.kept_anyway == []
+    assert saved(model, x) < exact
+
+
 def test_a_norm_whose_input_an_exact_layer_keeps():
     model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 4))
     plain = nn.Linear(128, 128)
