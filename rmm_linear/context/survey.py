@@ -40,8 +40,8 @@ class Survey:
         """
         if input.grad_fn is None or isinstance(input, FakeTensor) or in_backward():
             return  # of an input of the model, the caller knows how long it stays
-        # Of a checkpoint, what is kept does not show, and its recomputation is to do the same. Of what is not contiguous,
-        # products and norms keep a copy.
+        # Of a checkpoint, what is kept does not show, and its recomputation is to do the same. Of what is not
+        # contiguous, products and norms keep a copy.
         if is_checkpointed() or not input.is_contiguous():
             self._kept.setdefault(module.rmm_index, []).append([])
             return
