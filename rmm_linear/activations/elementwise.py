@@ -94,6 +94,7 @@ class PackedElementwise(PackedModule):
         try:
             return self._coded(_Run(self, call), input, args, named)
         except Different:
+            self._say_exact("its output has another shape than when it was tried, so that it runs twice")
             return super().forward(*args, **named)
 
     def _coded(self, run: _Run, input: Tensor, args: Any, named: Any) -> Any:
@@ -287,8 +288,9 @@ _ROWS, _COLUMNS = 6, 10  # of what is tried
 def elementwise_form(module: nn.Module, linears: dict[str, tuple[int, int]]) -> ElementwiseForm | None:
     """Find out whether a module, or its code between linear layers, is elementwise and saves something for it.
 
-    It is tried on a few numbers: a permutation of the inputs must permute the output, and an element that is changed
-    must change no other. A copy is tried, which may remember the call; its linear layers do not run.
+    It is tried on a few numbers: a permutation of the inputs must permute the output, an element that is changed must
+    change no other, and gradients must be those by ones times that of the output. A copy is tried, which may remember
+    the call; its linear layers do not run.
 
     linears: in_features and out_features of the children that are linear layers, by name.
     """
@@ -340,7 +342,7 @@ class _Trial:
     def __init__(self, module: nn.Module, linears: dict[str, tuple[int, int]], device: torch.device) -> None:
         self.depth = list[None]()  # of the calls of children that are running
         self.module, self.linears, self.device = _copied(module, linears, self.depth), linears, device
-        self.numbers, self.dtype = torch.Generator().manual_seed(0), torch.float32
+        self.numbers, self.dtype = torch.Generator("cpu").manual_seed(0), torch.float32
         for one in module.parameters():
             self.dtype = torch.promote_types(self.dtype, one.dtype)
         features = next(iter(linears.values()), (_COLUMNS, 0))[0]
@@ -443,7 +445,7 @@ class _Trial:
             return False
         if any(one.requires_grad and id(one) not in held for one in self._held()):
             return False  # that other code may read
-        y, ones = torch.randn(found.shape, generator=self.numbers).to(found), torch.ones_like(found)
+        y, ones = torch.randn(found.shape, generator=self.numbers, device="cpu").to(found), torch.ones_like(found)
         got, by_ones = (
             torch.autograd.grad(found, leaves, one, retain_graph=True, allow_unused=True) for one in (y, ones)
         )

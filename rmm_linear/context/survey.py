@@ -38,11 +38,11 @@ class Survey:
 
         ``run`` is its exact form, which is tried on one row of ``dims`` dimensions; None keeps the input alone.
         """
-        if input.grad_fn is None or isinstance(input, FakeTensor) or in_backward():
-            return  # of an input of the model, the caller knows how long it stays
-        # Of a checkpoint, what is kept does not show, and its recomputation is to do the same. Of what is not
-        # contiguous, products and norms keep a copy.
-        if is_checkpointed() or not input.is_contiguous():
+        if isinstance(input, FakeTensor) or in_backward():
+            return
+        # Of an input of the model, the caller knows how long it stays. Of a checkpoint, what is kept does not show, and
+        # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy.
+        if input.grad_fn is None or is_checkpointed() or not input.is_contiguous():
             self._kept.setdefault(module.rmm_index, []).append([])
             return
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)

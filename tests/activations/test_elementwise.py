@@ -10,7 +10,7 @@ from helpers import tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import convert
-from rmm_linear.activations.elementwise import PackedElementwise, elementwise_form
+from rmm_linear.activations.elementwise import PackedElementwise, _Trial, elementwise_form
 from rmm_linear.conversion.packed import widths_of
 
 OUTER = nn.Parameter(torch.ones(()))
@@ -134,6 +134,15 @@ def test_elementwise_code_between_linear_layers(name):
     assert (form.sources, form.sink) == (tuple(module.sources), None if module.sink is None else "sink")
     assert torch.equal(torch.get_rng_state(), state)
     assert [dict(vars(one)) for one in module.modules()] == before
+
+
+def test_trials_do_not_depend_on_the_default_device():
+    """As on an accelerator, where tensors that are made without a device are, and generators are not."""
+    module = BETWEEN["two"][0]
+    with torch.device("meta"):
+        assert _Trial(module, widths_of(module), torch.device("cpu")).form() == elementwise_form(
+            module, widths_of(module)
+        )
 
 
 @pytest.mark.parametrize("name", NOT_BETWEEN)
