@@ -30,7 +30,7 @@ from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated import gated_bits
-from rmm_linear.activations.own_forward import HOOKS, has_hooks_of_others, intercepted
+from rmm_linear.activations.own_forward import HOOKS, Passed, has_hooks_of_others, intercepted
 from rmm_linear.activations.region_run import Different
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.function import SavingFunction, as_no_view, graph_leaves
@@ -94,12 +94,12 @@ class PackedElementwise(PackedModule):
         try:
             return self._coded(_Run(self, call), input, args, named)
         except Different:
-            self._say_exact("its output has another shape than when it was tried, so that it runs twice")
+            self._say_exact("its code does not run as when it was tried, so that it runs twice")
             return super().forward(*args, **named)
 
     def _coded(self, run: _Run, input: Tensor, args: Any, named: Any) -> Any:
         if self.rmm_form.sources:
-            with intercepted(self, self.rmm_form.linears, run.called), run.own_graph():
+            with intercepted(self, self.rmm_form.linears, run.called) as run.left, run.own_graph():
                 output = super().forward(*args, **named)
             return output if self.rmm_form.sink is not None else run.joined(output)
         with run.own_graph():
@@ -131,6 +131,7 @@ class _Run:
         self.own = [one for one in module.parameters() if id(one) not in inside]
         self.hooks = list[Any]()  # for saved tensors, that are set aside
         self.is_over = False
+        self.left: dict[int, Passed] = {}  # what the code did not get
 
     @contextmanager
     def own_graph(self) -> Iterator[None]:
@@ -166,7 +167,8 @@ class _Run:
             self.is_over = True  # what follows the sink is none of ours
             return original(self._function(*value), *args[1:], **named)
         try:
-            return self.given(original(*args, **named))
+            output = original(*args, **named)
+            return Passed(output, self.given(output))
         finally:
             self._hide()
 
@@ -181,7 +183,7 @@ class _Run:
 
     def _derived(self, output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return the output without its graph, and its derivatives, stored."""
-        if not (isinstance(output, Tensor) and self._has_shapes(output)):
+        if self.left or not (isinstance(output, Tensor) and self._has_shapes(output)):
             raise Different  # as a pool in one dimension is elementwise where it halves its input, but not elsewhere
         if not output.requires_grad:
             return output, []

@@ -6,21 +6,48 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rmm_linear.layers.converted import ConvertedModule
 
 
 @contextmanager
-def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[None]:
-    """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments."""
+def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any]) -> Iterator[dict[int, Passed]]:
+    """Let a function run a module's linear layers: it gets a name, the layer's forward, and its arguments.
+
+    Of a :class:`Passed` that it returns, hooks of the layer get the output, and the module what is passed on. Yields
+    what has not been passed on, as where a module calls the forward of a layer without its hooks.
+    """
+    passed: dict[int, Passed] = {}  # by the output's id, which lives until the hook
     with ExitStack() as stack:
         for name in linears:
             child = module.get_submodule(name)
-            stack.enter_context(replaced(child, functools.partial(called, name, running_forward(child))))
-        yield
+            forward = functools.partial(called, name, running_forward(child))
+            stack.enter_context(replaced(child, functools.partial(_output_for_hooks, forward, passed)))
+            stack.callback(child.register_forward_hook(functools.partial(_pass_on, passed)).remove)
+        yield passed
+
+
+class Passed(NamedTuple):
+    """The output of a layer as hooks get it, and as the module gets it that called the layer."""
+
+    output: Tensor
+    inner: Tensor
+
+
+def _output_for_hooks(forward: Callable[..., Any], passed: dict[int, Passed], *args: Any, **kwargs: Any) -> Any:
+    found = forward(*args, **kwargs)
+    if isinstance(found, Passed):
+        passed[id(found.output)] = found
+        return found.output
+    return found
+
+
+def _pass_on(passed: dict[int, Passed], module: nn.Module, args: Any, output: Any) -> Any:
+    found = passed.pop(id(output), None)
+    return output if found is None else found.inner
 
 
 class _OwnForward:
@@ -90,7 +117,7 @@ def original_forward(module: Any) -> Callable[..., Any]:
     return next(found).forward.__get__(module)
 
 
-HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+HOOKS = "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def has_hooks_of_others(module: nn.Module, linears: Sequence[str], kinds: Sequence[str]) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
 from rmm_linear.activations.base import SavingCall
-from rmm_linear.activations.own_forward import exact_inside, intercepted, original_forward
+from rmm_linear.activations.own_forward import Passed, exact_inside, intercepted, original_forward
 from rmm_linear.activations.region_arguments import (
     Arguments,
     HeldArguments,
@@ -166,8 +166,8 @@ class RegionRun:
         self._add(output, place)
         torch.set_grad_enabled((form.reads or form.derives) and (place + 1 < form.calls or sinks > 0))
         if not form.reads:
-            return output.detach()
-        return output.clone() if form.writes else output
+            return Passed(output, output.detach())
+        return Passed(output, output.clone()) if form.writes else output
 
     def _add(self, output: Tensor, place: int) -> None:
         """Store the output of a source at once, as the module may write into it."""
