@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from rmm_linear.layers.converted import ConvertedModule
@@ -31,10 +32,11 @@ def intercepted(module: Any, linears: Sequence[str], called: Callable[..., Any])
 
 
 class Passed(NamedTuple):
-    """The output of a layer as hooks get it, and as the module gets it that called the layer."""
+    """The output of a layer as hooks get it, and as the module gets it that called the layer, in a grad mode."""
 
     output: Tensor
     inner: Tensor
+    has_gradients: bool = True
 
 
 def _output_for_hooks(forward: Callable[..., Any], passed: dict[int, Passed], *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +49,10 @@ def _output_for_hooks(forward: Callable[..., Any], passed: dict[int, Passed], *a
 
 def _pass_on(passed: dict[int, Passed], module: nn.Module, args: Any, output: Any) -> Any:
     found = passed.pop(id(output), None)
-    return output if found is None else found.inner
+    if found is None:
+        return output
+    torch.set_grad_enabled(found.has_gradients)
+    return found.inner
 
 
 class _OwnForward:

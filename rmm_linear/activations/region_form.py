@@ -40,6 +40,7 @@ from rmm_linear.activations.region_run import (
     set_random_state,
 )
 from rmm_linear.activations.region_slices import DRAWS, WHOLE, Part, SavedBytes, Slices, guesses, sizes
+from rmm_linear.context.surroundings import running_again
 from rmm_linear.layers.function import graph_leaves
 
 _CHOICES = {torch.topk, torch.argmax, torch.sort, torch.argsort, torch.multinomial}
@@ -128,7 +129,7 @@ def look(
     # An output that a node of its own saved as it is would be kept for ever.
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     kept = _buffers_kept(module) if is_checked else nullcontext({})
-    with identity, random_kept(device), exact_inside(module), torch.enable_grad(), kept as buffers:
+    with identity, running_again(), random_kept(device), exact_inside(module), torch.enable_grad(), kept as buffers:
         state = random_state(device)
         try:
             return _look(module, linears, original, arguments, state, buffers if is_checked else None)

@@ -35,6 +35,7 @@ from rmm_linear.activations.region_arguments import (
     shapes_of,
 )
 from rmm_linear.activations.region_slices import DRAWS, WHOLE, Cut, Part, Slices, Sums
+from rmm_linear.context.surroundings import running_again
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.regions import pack_source, unpack_source
 
@@ -164,10 +165,13 @@ class RegionRun:
             raise Different
         output = original(*args, **kwargs)
         self._add(output, place)
-        torch.set_grad_enabled((form.reads or form.derives) and (place + 1 < form.calls or sinks > 0))
+        has_gradients = (form.reads or form.derives) and (place + 1 < form.calls or sinks > 0)
         if not form.reads:
-            return Passed(output, output.detach())
-        return Passed(output, output.clone()) if form.writes else output
+            return Passed(output, output.detach(), has_gradients)
+        if not form.writes:
+            return Passed(output, output, has_gradients)
+        with torch.set_grad_enabled(has_gradients):
+            return Passed(output, output.clone(), has_gradients)
 
     def _add(self, output: Tensor, place: int) -> None:
         """Store the output of a source at once, as the module may write into it."""
@@ -269,7 +273,7 @@ class RegionRun:
             for one, mode in zip(modules, self.modes, strict=True):
                 one.training = mode
             shapes = [part.shape(one) for one in self.sink_shapes]
-            with exact_inside(self.module):
+            with running_again(), exact_inside(self.module):
                 return replay(self.module, self.linears, self.form, outs, arguments, states, shapes, which)
         finally:
             for one, mode in zip(modules, now, strict=True):

@@ -13,7 +13,9 @@ already, and in the forward passes of probes and examples.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -28,6 +30,30 @@ _hooks = _autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAtt
 _profiled = _autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 _transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _traced = torch._C._get_tracing_state
+
+
+class _Again(threading.local):
+    """Whether this thread runs a module's code again, or on trial."""
+
+    is_running = False
+
+
+_again = _Again()
+
+
+def runs_again() -> bool:
+    """Say whether this thread runs a module's code again, or on trial: hooks that measure a step look away."""
+    return _again.is_running
+
+
+@contextmanager
+def running_again() -> Iterator[None]:
+    """Say so inside of the block."""
+    before, _again.is_running = _again.is_running, True
+    try:
+        yield
+    finally:
+        _again.is_running = before
 
 
 def is_unwatched() -> bool:

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from rmm_linear import convert, revert
 from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.context.learned import MOST_SPREAD, ScoreSpread
+from rmm_linear.variance import GradientProbe
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -338,3 +339,21 @@ def test_a_sink_that_is_called_twice():
     (form,) = forms(model)
     assert (form.sinks, form.reason) == (2, None)
     assert_unbiased(model, exact, x)
+
+
+def test_a_probe_measures_sources():
+    """Their gradients as in the exact model, and the noise of what they save."""
+    found = []
+    for is_converted in (False, True):
+        model, x = model_of(Scores), batch()
+        if is_converted:
+            convert(model, min_rows=1)
+        with GradientProbe(model, every=1) as probe:
+            model(x)[0].square().mean().backward()
+        rows = {row.module: row for row in probe.rows}
+        assert rows.keys() >= {"first.q", "first.k", "first.v", "first.o"}
+        found.append(rows)
+    for name, row in found[0].items():
+        other = found[1][name]
+        assert other.sgd_variance == pytest.approx(row.sgd_variance, rel=0.3)
+        assert other.noise > 0

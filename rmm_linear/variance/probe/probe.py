@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.surroundings import in_backward, in_checkpoint
+from rmm_linear.context.surroundings import in_backward, in_checkpoint, runs_again
 from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.variance.passes import is_measuring
 from rmm_linear.variance.probe.call import ProbeCall, is_trained, sample
@@ -212,6 +212,7 @@ class GradientProbe(ProbeResults):
         if (
             in_backward()
             and not is_measuring()
+            and not runs_again()
             and (call := self._find(name, _input(args, kwargs), hooked=True)) is not None
         ):
             call.see(_input(args, kwargs))
@@ -219,7 +220,7 @@ class GradientProbe(ProbeResults):
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         x = _input(args, kwargs)
-        if is_measuring():
+        if is_measuring() or runs_again():
             return
         if in_backward():
             call = self._find(name, x, hooked=False)
