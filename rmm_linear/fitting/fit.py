@@ -35,16 +35,19 @@ def fit(
     time: float | None = None,
     objective: str = "time",
     folder: str | None = None,
+    host_memory: int | str | None = None,
+    bandwidth: float | str | None = None,
     shards: Shards | None = None,
     accumulate: bool = False,
 ) -> FitReport:
     """Make a model train within a memory budget: measure a step, choose for every block, apply it, check it, report.
 
     Every block (a layer of a transformer; embeddings and heads are blocks too) saves its activations, compresses them
-    to one of a few widths, is recomputed, wholly or without its products, or is offloaded; a language model's loss may
-    be computed in chunks. The exact model is tried first. The bytes of each option are measured on the example, its
-    time on a block of each kind, its variance on the example's own gradient. A solver proposes, simulated steps judge,
-    and the model is changed once a plan fits. ``rmm_linear.revert(model)`` undoes it.
+    to one of a few widths, or is recomputed, wholly or without its products or attention. What it saves then may wait
+    on the host, and its position-wise modules may run in slices of the sequence; a language model's loss may be
+    computed in chunks. The exact model is tried first, and what is several of these last. The bytes of each option are
+    measured on the example, its time on a block of each kind, its variance on the example's own gradient. A solver
+    proposes, simulated steps judge, and the model is changed once a plan fits. ``rmm_linear.revert(model)`` undoes it.
 
     Source: one option per block with a row per block's peak, as in Chen et al. 2016 (arXiv 1604.06174) and
     later work; compressed activations as in Bershatsky et al. 2022 (arXiv 2201.13195).
@@ -59,11 +62,16 @@ def fit(
             counts none.
         max_noise: The largest variance ratio, D² / D²_SGD, that compression may cause in the gradient of a layer's
             weights; 1 is as much as the minibatch has. Options above it are left out.
-        allow: Of "keep", "sketch" (linear layers), "pack" (other operations; chunks of the loss), "recompute" and
-            "offload".
+        allow: Of "keep", "sketch" (linear layers), "pack" (other operations; chunks of the loss), "recompute",
+            "offload" and "tile".
         time: A bound for the time of a step, relative to the exact step; then memory is minimized.
         objective: "time": least time, then least variance; or "noise": the other way round.
         folder: Where offloaded blocks of a model on the CPU write files; without it they are not offloaded.
+        host_memory: Limit of what waits on the host, or in files, and of what ``shards`` puts there: bytes, or a text
+            such as "64GB". None is no limit for files and models on the meta device, else three quarters of this
+            machine's memory.
+        bandwidth: Of the link to the host in each direction: bytes per second, or a text such as "25GB/s". None: it is
+            measured on an accelerator, files are timed, and it is 25 GB/s for a model on the meta device.
         shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
         accumulate: Whether the gradients of earlier batches are there when a step begins, as with gradient
             accumulation, or where ``zero_grad(set_to_none=False)`` leaves them.
@@ -88,7 +96,8 @@ def fit(
     with quiet():
         work = Fitting(
             model, example, None if memory == LEAST else memory,
-            optimizer=optimizer, allow=allow, objective=objective, folder=folder, shards=shards, accumulate=accumulate,
+            optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
+            bandwidth=bandwidth, shards=shards, accumulate=accumulate,
         )  # fmt: skip
         is_first = work.total is not None and time is None and KEEP in allow
         report = work.kept() if is_first and work.is_within(work.exact_peak) else None

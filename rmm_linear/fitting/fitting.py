@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.sizes import read_bytes, show_bytes
+from rmm_linear.fitting.link import BANDWIDTH, measured_bandwidth, memory_of_host, read_bandwidth
 from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import Conversions
@@ -17,7 +18,7 @@ from rmm_linear.fitting.shards import Shards, size_bytes
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning.blocks.measure import measure
-from rmm_linear.planning.blocks.plan import KEEP, BlockPlan
+from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 from rmm_linear.planning.budget import read_budget
@@ -41,6 +42,8 @@ class Fitting:
         allow: Collection[str] = ALLOW,
         objective: str = "time",
         folder: str | None = None,
+        host_memory: int | str | None = None,
+        bandwidth: float | str | None = None,
         shards: Shards | None = None,
         accumulate: bool = False,
     ) -> None:
@@ -60,11 +63,20 @@ class Fitting:
         names = [block.name for block in self.costs.blocks]
         conversions = Conversions(model, names)
         budget = 0 if self.total is None else self.total - self.before
+        is_meta, device = not has_memory(model), next((p.device for p in model.parameters() if p.is_cuda), None)
+        self.host_memory = memory_of_host() if host_memory is None and device else None
+        self.host_memory = self.host_memory if host_memory is None else read_bytes("host_memory", host_memory)
+        self.check_host()
+        if bandwidth is None and OFFLOAD in allow:
+            speed = measured_bandwidth(device) if device else BANDWIDTH if is_meta else None
+        else:
+            speed = None if bandwidth is None else read_bandwidth(bandwidth)
         self.proposals = Proposals(
             model, example, self.costs, budget,
             cost=self.cost, solver="auto", configure=conversions.configure, folder=folder, held=held,
+            host=None if self.host_memory is None else self.host_memory - self.static.host,
         )  # fmt: skip
-        self.candidates = Candidates(self.proposals, conversions, allow)
+        self.candidates = Candidates(self.proposals, conversions, allow, speed)
 
     def cost(self, option: Option) -> float:
         """Return the sum that the solver minimizes: the objective, and a little of the other."""
@@ -79,6 +91,14 @@ class Fitting:
     def is_within(self, peak: int) -> bool:
         """Say whether a peak, and the optimizer's own step, are within the budget."""
         return self.total is None or max(peak, self.static.in_optimizer_step) <= self.total
+
+    def check_host(self) -> None:
+        """Raise where the host cannot have what is put there before a step."""
+        if self.host_memory is not None and self.static.host > self.host_memory:
+            raise ValueError(
+                f"host_memory={self.host_memory} cannot be met: parameters, gradients and the optimizer's state are "
+                f"{show_bytes(self.static.host)} there. Use more ranks, a smaller dtype, or adapters (LoRA)."
+            )
 
     def check_floor(self) -> None:
         """Raise where no plan can help."""
@@ -97,12 +117,11 @@ class Fitting:
 
     def solved(self) -> FitReport:
         """Search for the best plan within the budget, apply it and check it with a real step."""
-        for _ in range(_TRIES):
-            plan = self.proposals.search()
-            if plan is None:
-                break
-            if report := self._checked(plan):
-                return report
+        report = self._searched()
+        if report is None and self._composes():
+            report = self._searched()
+        if report is not None:
+            return report
         best = self.proposals.smallest()
         fits = best.predicted <= self.proposals.budget
         report = self._checked(best) if fits else None
@@ -110,8 +129,24 @@ class Fitting:
             raise ValueError(self._cannot_fit(best))
         return report
 
+    def _searched(self) -> FitReport | None:
+        for _ in range(_TRIES):
+            plan = self.proposals.search()
+            if plan is None:
+                break
+            if report := self._checked(plan):
+                return report
+        return None
+
+    def _composes(self) -> bool:
+        """Add options of several words; say whether there are new ones."""
+        before = self.proposals
+        self.proposals = replace(before, rows=self.candidates.compose().rows)
+        return [*map(len, before.rows)] != [*map(len, self.proposals.rows)]
+
     def least(self) -> FitReport:
         """Apply the plan with the lowest peak that is known."""
+        self._composes()
         report = self._checked(self.proposals.smallest())
         assert report is not None  # noqa: S101 without a budget, none is exceeded
         return report
@@ -133,21 +168,23 @@ class Fitting:
 
     def within_time(self, time: float) -> FitReport:
         """Find the plan of the least memory that takes no longer than a bound."""
-        options, limit = self.proposals.options, (time - 1) * self.candidates.seconds
+        self._composes()
+        options, limit, host = self.proposals.options, (time - 1) * self.candidates.seconds, self.proposals.host
         if not self.candidates.seconds:
             raise ValueError(f"time={time:g} needs blocks whose time can be measured, and no block ran by itself.")
-        low, high = least(options), max(peak_of(options, [0] * len(options)), least(options))
+        low = least(options, host)
+        high = max(peak_of(options, [0] * len(options)), low)
         found: list[int] | None = None
         while low <= high and (high - low > 1000 or found is None):
             middle = (low + high) // 2
-            chosen = choose(options, middle, solver="rounded")
+            chosen = choose(options, middle, solver="rounded", host=host)
             if chosen is not None and _seconds(options, chosen) <= limit:
                 found, high = chosen, middle - 1
             else:
                 low = middle + 1
         if found is None:
             raise ValueError(f"time={time:g} cannot be met by any plan. Use a larger bound, or leave time out.")
-        quieter = choose(options, peak_of(options, found), self.cost, solver="rounded")
+        quieter = choose(options, peak_of(options, found), self.cost, solver="rounded", host=host)
         if quieter is not None and _seconds(options, quieter) <= limit:
             found = quieter
         plan = self.proposals.judge(found)
@@ -186,7 +223,21 @@ class Fitting:
             self.candidates.notes,
             self.costs.peak,
             after,
+            self.binds(plan),
         )
+
+    def binds(self, plan: BlockPlan) -> str:
+        """Say what kept a plan from costing less: the device's memory, the host's, or the link between them."""
+        if all(block.choice == KEEP for block in plan.blocks):
+            return ""
+        left = None if self.proposals.host is None else self.proposals.host - plan.host
+        waiting = [row.host for rows in self.proposals.rows for row in rows if row.host]
+        if left is not None and waiting and left < min(waiting):
+            return f"host memory ({show_bytes(plan.host + self.static.host)} of {show_bytes(self.host_memory or 0)})"
+        slow = sum(self.candidates.waits(block) for block in plan.blocks)
+        if slow and self.candidates.seconds:
+            return f"the link to the host (copies add {100 * slow / self.candidates.seconds:.0f} % to a step)"
+        return "the device's memory"
 
     def _cannot_fit(self, best: BlockPlan) -> str:
         helps = ["a smaller batch", *(f'"{name}" in allow' for name in ALLOW[1:] if name not in self.allow)]

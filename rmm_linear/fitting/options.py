@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from rmm_linear.fitting.link import SPEED, Link
 from rmm_linear.fitting.noise import Noise, measure_noise
 from rmm_linear.fitting.settings import NARROW, PACK, SETTINGS, SKETCH, Conversions, Setting, converting
 from rmm_linear.fitting.times import Times, time_options
 from rmm_linear.planning.blocks.measure import Costs
 from rmm_linear.planning.blocks.plan import (
+    ATTENTION,
     CONVERT,
     KEEP,
     NESTED,
     OFFLOAD,
     RECOMPUTE,
     SELECTIVE,
+    TILE,
     BlockPlan,
     PlannedBlock,
+    joined,
     label_of,
 )
 from rmm_linear.planning.blocks.plan_blocks import Recomputations
@@ -29,7 +33,9 @@ from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.step.step import has_memory
 
 _NOMINAL = 1e-3  # of the noise of settings, by their order, where it is not known
-ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD)
+ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD, TILE)
+_LONG = 0.2  # of a block's operations: attention of long sequences
+_COMPOSED = "tenth"  # the setting that is composed with other words
 
 
 class Candidates:
@@ -43,16 +49,22 @@ class Candidates:
         needs_folder: Whether a folder for files would allow to offload.
     """
 
-    def __init__(self, proposals: Proposals, conversions: Conversions, allow: Collection[str]) -> None:
-        """Begin with exact blocks."""
+    def __init__(
+        self, proposals: Proposals, conversions: Conversions, allow: Collection[str], bandwidth: float | None = None
+    ) -> None:
+        """Begin with exact blocks. ``bandwidth`` is that of the link in bytes per second."""
         self.proposals, self.conversions, self.allow = proposals, conversions, allow
+        self.bandwidth = bandwidth
         self.model: nn.Module = proposals.model
         self.example: Any = proposals.example
         self.costs: Costs = proposals.costs
         self.notes: list[str] = []
         self.seconds = 0.0
         self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
-        self.is_meta = not has_memory(self.model)
+        self.is_meta, self.is_composed = not has_memory(self.model), False
+        self._waits: dict[tuple[str, str], float] = {}
+        self.slice = 0  # rows
+        self.tiles: dict[str, float] = {}  # by block, the operations of the forward pass of what runs in slices
 
     def add(self, max_noise: float, sampled: Any = None) -> Proposals:
         """Measure every allowed option; a layer's variance ratio, on ``sampled``, may be ``max_noise`` at most."""
@@ -65,6 +77,8 @@ class Candidates:
             self._try(f"{CONVERT} {setting.name}", self._converting(setting))
         if OFFLOAD in self.allow:
             self._add_offloading()
+        if self.is_meta:
+            self._add_compositions()
         self._add_times()
         if settings:
             self._add_noise(settings, max_noise, self.example if sampled is None else sampled)
@@ -72,13 +86,56 @@ class Candidates:
             self._set([rows[1:] or rows for rows in self.proposals.rows])
         return self.proposals
 
+    def compose(self) -> Proposals:
+        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices."""
+        if not self.is_composed and not self.is_meta:
+            known = [len(rows) for rows in self.proposals.rows]
+            self._add_compositions()
+            self._add_times(known)
+        return self.proposals
+
+    def _add_compositions(self) -> None:
+        self.is_composed = True
+        there = {word for rows in self.proposals.rows for row in rows for word in row.words}
+        if {CONVERT, RECOMPUTE} <= there:
+            self._compose(RECOMPUTE, lambda row: row.setting == _COMPOSED)
+        if OFFLOAD in there:
+            self._compose(OFFLOAD, _is_composed)
+        if self.tiles:
+            self._compose(TILE, lambda row: _is_composed(row) and not {CONVERT, RECOMPUTE} <= {*row.words})
+
+    def _compose(self, word: str, where: Callable[[PlannedBlock], bool]) -> None:
+        """Add a word to all options where that makes sense, one step for each of them."""
+        options = dict.fromkeys(row.option for rows in self.proposals.rows for row in rows)
+        for option in options:
+            rows = [self._composed(rows, option, word, where) for rows in self.proposals.rows]
+            new = next((row.option for row in rows if row is not None), None)
+            if new is not None and new not in options:
+                self._try(new, rows)
+
+    def _composed(
+        self, rows: Sequence[PlannedBlock], option: str, word: str, where: Callable[[PlannedBlock], bool]
+    ) -> PlannedBlock | None:
+        row = next((one for one in rows if one.option == option), None)
+        if row is None or word in row.words or not where(row):
+            return None
+        if word == RECOMPUTE and all(one.recomputation != RECOMPUTE for one in rows):
+            return None  # the block cannot be recomputed
+        if word == TILE and row.name not in self.tiles:
+            return None
+        return row.adding(word, rows=self.slice if word == TILE else row.rows)
+
     def _set(self, rows: Iterable[Sequence[PlannedBlock]]) -> None:
         self.proposals = replace(self.proposals, rows=[*rows])
 
     def _add_recomputation(self) -> None:
-        choices = [RECOMPUTE] if self.is_meta else [RECOMPUTE, SELECTIVE, NESTED]
+        costs = self.costs.blocks
+        is_long = any(block.attention > _LONG * block.flops for block in costs)
+        choices = [RECOMPUTE, *([ATTENTION] if is_long else [])]
         if self.is_meta:
             self.notes.append(f"{SELECTIVE} and {NESTED} are left out: their time is not known on the meta device.")
+        else:
+            choices += [SELECTIVE, NESTED]
         try:
             ways = Recomputations(self.model, self.example, self.costs, choices)
             for choice in choices:
@@ -88,11 +145,11 @@ class Candidates:
 
     def _add_offloading(self) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in self.model.parameters())
-        if self.is_meta or (on_cpu and self.proposals.folder is None):
-            self.needs_folder = not self.is_meta
-            where = "the model is on the CPU, whose memory it would use; give folder=... to write files instead"
+        self.needs_folder = on_cpu and self.proposals.folder is None
+        if self.needs_folder:
             self.notes.append(
-                f"{OFFLOAD} is left out: {'a model on the meta device has no copies' if self.is_meta else where}."
+                f"{OFFLOAD} is left out: the model is on the CPU, whose memory it would use; give folder=... to write "
+                "files instead."
             )
             return
         self._try(OFFLOAD, [PlannedBlock(block.name, OFFLOAD) for block in self.costs.blocks])
@@ -117,30 +174,57 @@ class Candidates:
         except torch.OutOfMemoryError:
             self.notes.append(f"{label_of(option)} is left out: a step with it in all blocks ran out of memory.")
 
-    def _add_times(self) -> None:
-        times = self._times()
+    def _add_times(self, known: Sequence[int] | None = None) -> None:
+        """Add the times of options, but for the first ones of each block; copies are timed, or come from a link."""
+        begins = known or [1] * len(self.proposals.rows)
+        untimed = OFFLOAD if self.bandwidth is not None else ""
+        asked = {
+            rows[0].name: [row for row in rows[begin:] if untimed not in row.words]
+            for rows, begin in zip(self.proposals.rows, begins, strict=True)
+        }
+        times = self._counted(asked) if self.is_meta else self._timed(asked)
         self.seconds = sum(times.plain.values())
         self._set(
             [replace(row, seconds=times.extra.get((row.name, row.option), row.seconds)) for row in rows]
             for rows in self.proposals.rows
         )
+        if self.bandwidth is not None:
+            self._waits = {}
+            self._set([self._copied(row, rows, times.plain[row.name]) for row in rows] for rows in self.proposals.rows)
 
-    def _times(self) -> Times:
-        rows = {found[0].name: found[1:] for found in self.proposals.rows}
-        if self.is_meta:  # operations stand for seconds
-            operations = {block.name: float(block.flops) for block in self.costs.blocks}
-            extra = {
-                (name, one.option): operations[name] if one.choice == RECOMPUTE else 0.0
-                for name, found in rows.items()
-                for one in found
-            }
-            self.notes.append("A model on the meta device has no times: numbers of operations replace them.")
-            return Times({name: 3 * count for name, count in operations.items()}, extra)
+    def waits(self, row: PlannedBlock) -> float:
+        """Return the time for which a block waits for copies."""
+        return self._waits.get((row.name, row.option), 0.0)
 
+    def _copied(self, row: PlannedBlock, rows: Sequence[PlannedBlock], plain: float) -> PlannedBlock:
+        """Return an offloaded row with its time: that of the same row where it stays, and what copies add."""
+        if OFFLOAD not in row.words or self.bandwidth is None:
+            return row
+        stays = joined(word for word in row.words if word != OFFLOAD) or KEEP
+        base = next((one for one in rows if one.choice == stays and one.setting == row.setting), rows[0]).seconds
+        link = Link(self.bandwidth, SPEED if self.is_meta else 1.0)
+        added = self._waits[row.name, row.option] = link.added(row.host, plain / 3, plain * 2 / 3 + base)
+        return replace(row, seconds=base + added)
+
+    def _counted(self, asked: Mapping[str, Sequence[PlannedBlock]]) -> Times:
+        """Let operations stand for seconds; a tiled block computes its tiles once more, unless it is recomputed."""
+        self.notes.append(
+            "A model on the meta device has no times: numbers of operations replace them, "
+            f"{SPEED / 1e12:.0f}e12 per second where copies are compared with them."
+        )
+        extra = dict[tuple[str, str], float]()
+        for block in self.costs.blocks:
+            again = {RECOMPUTE: block.flops, ATTENTION: block.flops - block.attention}
+            for row in asked[block.name]:
+                tiled = self.tiles[block.name] if TILE in row.words and not row.recomputation else 0
+                extra[block.name, row.option] = float(again.get(row.recomputation, tiled))
+        return Times({block.name: 3.0 * block.flops for block in self.costs.blocks}, extra)
+
+    def _timed(self, asked: Mapping[str, Sequence[PlannedBlock]]) -> Times:
         def make(row: PlannedBlock) -> BlockPlan:
-            return self.proposals.plan_of([row if name == row.name else PlannedBlock(name, KEEP) for name in rows])
+            return self.proposals.plan_of([row if name == row.name else PlannedBlock(name, KEEP) for name in asked])
 
-        return time_options(self.model, self.example, rows, make)
+        return time_options(self.model, self.example, asked, make)
 
     def _add_noise(self, settings: Sequence[Setting], max_noise: float, batch: Any) -> None:
         noise = self._noise([one for one in settings if not self._adds_none(one)], batch)
@@ -190,6 +274,11 @@ class Candidates:
     def _adds_none(self, setting: Setting) -> bool:
         names = [row.name for row in self._converting(setting) if row is not None]
         return all(self.conversions.is_exact(name, setting) for name in names)
+
+
+def _is_composed(row: PlannedBlock) -> bool:
+    """Say whether a row is composed with other words."""
+    return not {SELECTIVE, NESTED} & {*row.words} and row.setting in ("", _COMPOSED)
 
 
 def _filled(rows: Sequence[PlannedBlock | None], proposals: Proposals) -> list[PlannedBlock]:

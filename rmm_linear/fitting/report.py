@@ -40,6 +40,8 @@ class FitReport:
         notes: Options left out and measurements that failed, with the reason.
         before: Memory over an exact step.
         after: Memory over a step with the plan.
+        binds: What kept the plan from costing less: the device's memory, the host's, or the link between them; "" for
+            the exact model.
     """
 
     plan: BlockPlan
@@ -54,6 +56,12 @@ class FitReport:
     notes: list[str] = field(default_factory=list)
     before: Peak = field(default_factory=Peak, repr=False)
     after: Peak = field(default_factory=Peak, repr=False)
+    binds: str = ""
+
+    @property
+    def host(self) -> int:
+        """Bytes that wait in host memory, or in files, and what is there before a step."""
+        return self.plan.host + self.static.host
 
     @property
     def peak(self) -> int:
@@ -74,11 +82,12 @@ class FitReport:
     def summary(self) -> str:
         """Return the report in one line."""
         budget = "" if self.memory is None else f" budget={show_bytes(self.memory)}"
-        cost = "" if self.time is None else f" time={self.time:.3f}"
+        cost = f" host={show_bytes(self.host)}" if self.host else ""
+        cost += "" if self.time is None else f" time={self.time:.3f}"
         cost += "" if self.noise is None else f" variance_ratio={self.noise:.3g}"
         counts: dict[str, int] = {}
         for block in self.plan.blocks:
-            key = label_of(block.option).replace(", ", ":").replace(" ", "_")
+            key = label_of(block.option).replace(" + ", "+").replace(", ", ":").replace(" ", "_")
             counts[key] = counts.get(key, 0) + 1
         chosen = " ".join(f"{option}={count}" for option, count in counts.items())
         return (
@@ -93,6 +102,8 @@ class FitReport:
             )
         if self.after.moment:
             parts.append(f"The peak is in the {self.after.moment}.")
+        if self.binds:
+            parts.append(f"What binds is {self.binds}.")
         if self.noise:
             parts.append("Variance ratio: variance added to the whole gradient / its minibatch variance.")
         parts += [f"Note: {note}" for note in self.notes]
@@ -135,6 +146,7 @@ class FitReport:
             Its figures, the plan, and memory over an exact step and over one with the plan.
         """
         names = ("memory", "exact_peak", "predicted_peak", "simulated_peak", "measured_peak", "time", "noise")
+        names += ("host", "binds")
         return {
             **{name: getattr(self, name) for name in names},
             "static": self.static.to_dict(),

@@ -108,16 +108,18 @@ class Conversions:
     def configure(self, rows: Sequence[PlannedBlock]) -> RMMConfig | None:
         """Make the configuration that converts a plan's chosen blocks and nothing else; None without such blocks."""
         known = {setting.name: setting for setting in SETTINGS}
-        chosen = {row.name: known[row.setting] for row in rows if row.choice == CONVERT}
+        chosen = {row.name: known[row.setting] for row in rows if CONVERT in row.words}
+        again = {row.name for row in rows if CONVERT in row.words and row.recomputation}
         if not any(self.chosen(block, setting) for block, setting in chosen.items()):
             return None
         used = {operation for block, setting in chosen.items() for operation in self._done(block, setting)}
         overrides: dict[str, dict[str, Any]] = {}
-        groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        groups: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
         for block, setting in chosen.items():
-            groups.setdefault((setting.name, self._done(block, setting)), []).append(block)
-        for (name, operations), blocks in groups.items():
+            groups.setdefault((setting.name, self._done(block, setting), block in again), []).append(block)
+        for (name, operations, is_again), blocks in groups.items():
             fields = {key: value for one in operations for key, value in known[name].fields[one].items()}
+            fields |= {"checkpointed": "packed"} if is_again else {}
             if fields:
                 overrides[_inside(blocks)] = fields
         left = [block for block in self.operations if block not in chosen]

@@ -26,6 +26,7 @@ class StaticMemory:
         optimizer_transient: Peak of the temporaries of the optimizer's step.
         ddp_buckets: Copies of the gradients that ``DistributedDataParallel`` communicates.
         gathered: Peak of what ``fully_shard`` holds unsharded, in addition to the rank's own parts.
+        host: Parameters, gradients and the optimizer's state that are in the host's memory instead.
     """
 
     parameters: int = 0
@@ -35,6 +36,7 @@ class StaticMemory:
     optimizer_transient: int = 0
     ddp_buckets: int = 0
     gathered: int = 0
+    host: int = 0
 
     @property
     def before_step(self) -> int:
@@ -83,17 +85,19 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     buckets = isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view
     kept = shards is None or not shards.cpu_offload
     needed = OptimizerMemory()
-    if optimizer is not None and kept and trained:
+    if optimizer is not None and trained:
         device = next((p.device for p in trained if p.device.type != "cpu"), trained[0].device)
         needed = optimizer_memory(optimizer, trained, device, shards)
+    whole = local_bytes(parameters, shards) if shards else sum(held.values())
     return StaticMemory(
-        parameters=kept * (local_bytes(parameters, shards) if shards else sum(held.values())),
+        parameters=kept * whole,
         buffers=sum((_storages(buffers) | held).values()) - sum(held.values()),
         gradients=kept * gradients,
-        optimizer=needed.state,
-        optimizer_transient=needed.transient,
+        optimizer=kept * needed.state,
+        optimizer_transient=kept * needed.transient,
         ddp_buckets=gradients if buckets else 0,
         gathered=gathered_bytes(model, shards),
+        host=(not kept) * (whole + gradients + needed.state),
     )
 
 

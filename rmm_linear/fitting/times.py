@@ -77,7 +77,7 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
         for row in rows:
             if row.option in found[name]:
                 added = found[name][row.option][binding[row.option]] - plain[name]
-                extra[name, row.option] = added if row.choice == CONVERT else max(added, 0.0)
+                extra[name, row.option] = added if CONVERT in row.words else max(added, 0.0)
     return Times(plain, extra)
 
 

@@ -9,7 +9,7 @@ from rmm_linear._support.sizes import read_bytes
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.planning.budget import LEAST
 
-SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder")
+SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth")
 
 
 def read_fit(fit: object) -> dict[str, Any]:

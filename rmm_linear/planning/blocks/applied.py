@@ -9,13 +9,15 @@ from torch import nn
 
 from rmm_linear._support.provided import provided
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.planning.blocks.plan import APPLIED, CONVERT, KEEP, NESTED, OFFLOAD, SELECTIVE, BlockPlan
+from rmm_linear.planning.blocks.plan import APPLIED, ATTENTION, CONVERT, KEEP, OFFLOAD, SELECTIVE, BlockPlan
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
+from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
 
 _PLAN = "rmm_plan"  # attribute of a model with a plan
+_SAVES = {SELECTIVE: PRODUCTS, ATTENTION: ATTENTIONS}
 
 
 class Executor(Protocol):
@@ -59,6 +61,12 @@ class AppliedBlocks(Applied):
             self._attached.pop().detach()
 
 
+def offloaded_bytes(model: nn.Module) -> dict[str, int]:
+    """Return what each offloaded block of a planned model has copied out in its last step, in bytes."""
+    wrapped = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    return {name: one.copied for name, one in wrapped.items() if isinstance(one, Offloaded)}
+
+
 @apply.register
 def apply_blocks(plan: BlockPlan, model: nn.Module) -> AppliedBlocks:
     """Make a model train by a plan; see :meth:`BlockPlan.apply`."""
@@ -80,11 +88,12 @@ def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module])
     found: list[Executor] = []
     if plan.config is not None:
         found.append(provided(CONVERT)(model, plan.config))
-    chain = OffloadChain(plan.folder)
+    chain = OffloadChain(plan.folder)  # the order of a block's executors is that from the inside
     for block in plan.blocks:
-        if block.choice == OFFLOAD:
-            found.append(Offloaded(modules[block.name], chain))
-        elif block.choice not in (KEEP, CONVERT):
-            found += [Recomputed(modules[name]) for name in (block.inner if block.choice == NESTED else ())]
-            found.append(Recomputed(modules[block.name], selective=block.choice == SELECTIVE))
+        module = modules[block.name]
+        if how := block.recomputation:
+            found += [Recomputed(modules[name]) for name in block.inner]
+            found.append(Recomputed(module, _SAVES.get(how, frozenset())))
+        if OFFLOAD in block.words:  # around the rest: what that saves is what waits
+            found.append(Offloaded(module, chain))
     return found

@@ -36,6 +36,7 @@ class BlockCost:
         seconds: Time of its forward pass; like blocks have the same. 0 for a model on the meta device.
         random: Whether it draws random numbers.
         writes_input: Whether a tensor that it was given is changed in place, so that it cannot be recomputed.
+        attention: Of its operations, those of fused attention.
     """
 
     name: str
@@ -46,6 +47,7 @@ class BlockCost:
     seconds: float
     random: bool
     writes_input: bool
+    attention: int = 0
 
     @property
     def transient(self) -> int:
@@ -158,6 +160,7 @@ def measure(
                 seconds[name],
                 name in random,
                 seen[name].writes_input,
+                seen[name].attention,
             )
             for name in blocks
         ),
@@ -172,8 +175,14 @@ def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, 
 
     The peak is without what the blocks before it save.
     """
+    kept, forward, backward = by_pass(events, blocks)
+    return kept, {name: max(forward[name], backward[name]) for name in blocks}
+
+
+def by_pass(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Do the same with the peaks of the forward pass, and those of the passes after it, by themselves."""
     after: dict[str, int] = {}
-    highest: dict[str, int] = dict.fromkeys(blocks, 0)
+    highest = {True: dict.fromkeys(blocks, 0), False: dict.fromkeys(blocks, 0)}
     current, owners = blocks[0], dict[str, str | None]()
     for event in events:
         if event.running not in owners:
@@ -181,14 +190,15 @@ def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, 
         owner = owners[event.running]
         if owner is not None:
             current = owner
-        if event.pass_ == FORWARD:
+        is_forward = event.pass_ == FORWARD
+        if is_forward:
             after[current] = event.now
-        highest[current] = max(highest[current], event.now)
+        highest[is_forward][current] = max(highest[is_forward][current], event.now)
     kept: dict[str, int] = {}
     before = 0
-    worst: dict[str, int] = {}
     for name in blocks:
-        worst[name] = highest[name] - before
+        for found in highest.values():
+            found[name] -= before
         kept[name] = max(0, after.get(name, before) - before)
         before += kept[name]
-    return kept, worst
+    return kept, highest[True], highest[False]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.memory.peak import has_bytes, storages
-from rmm_linear.planning.step.flops import flop_counter
+from rmm_linear.planning.step.flops import attention_flops, flop_counter
 from rmm_linear.planning.step.step import prepared
 
 
@@ -24,12 +24,14 @@ class Observed:
     Attributes:
         storages: Bytes of the storages that it saves first, largest first.
         flops: Operations of its matrix products, convolutions and attention.
+        attention: Of these, those of fused attention.
         writes_input: Whether a tensor that it was given was changed in place, by it or later.
         returns: Whether it ran again after another block had run.
     """
 
     storages: list[int] = field(default_factory=list)
     flops: int = 0
+    attention: int = 0
     writes_input: bool = False
     returns: bool = False
 
@@ -56,13 +58,16 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
             block.returns |= name in order and order[-1] != name
             order.append(name)
             block.flops -= counter.get_total_flops()
+            block.attention -= attention_flops(counter)
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             given.extend((name, leaf, leaf._version) for leaf in leaves)
 
         return hook
 
     def leave(*_: Any) -> None:
-        found[running.pop()].flops += counter.get_total_flops()
+        block = found[running.pop()]
+        block.flops += counter.get_total_flops()
+        block.attention += attention_flops(counter)
 
     def run(model: nn.Module, batch: Any) -> None:
         tensors = (*model.parameters(), *model.buffers())

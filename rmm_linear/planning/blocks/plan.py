@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
@@ -20,12 +20,16 @@ from rmm_linear.planning.plans import Plan, apply
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace
 
-KEEP, RECOMPUTE, SELECTIVE, NESTED = "keep", "recompute", "selective", "nested"
-CONVERT, OFFLOAD = "convert", "offload"
-CHOICES = (KEEP, RECOMPUTE, SELECTIVE, NESTED, CONVERT, OFFLOAD)
+# The words of a choice, in its order; with more than one of them, " + " is between.
+KEEP, RECOMPUTE, SELECTIVE, ATTENTION, NESTED = "keep", "recompute", "selective", "attention", "nested"
+CONVERT, OFFLOAD, TILE = "convert", "offload", "tile"
+CHOICES = (KEEP, RECOMPUTE, SELECTIVE, ATTENTION, NESTED, CONVERT, OFFLOAD, TILE)
+RECOMPUTATIONS = (RECOMPUTE, SELECTIVE, ATTENTION, NESTED)
+_AND = " + "
 # How a report names what fit chooses; files, csv and arguments have the short names.
 _LABELS = {
     CONVERT: "compress",
+    ATTENTION: "recompute all but attention",
     f"{CONVERT} linears": "compress linears only",
     f"{CONVERT} others": "compress all but linears",
     f"{CONVERT} wide": "compress, 8 bits",
@@ -41,15 +45,19 @@ class PlannedBlock:
 
     Attributes:
         name: The block.
-        choice: "keep"; "recompute"; "selective": all but the results of products is recomputed; "nested":
-            recomputed, and its parts again one by one; "convert": it saves compressed activations;
-            "offload": its activations wait in host memory, or in files.
+        choice: "keep", or one or more words, as in "recompute + offload". At most one of "recompute"; "selective": all
+            but the results of products is recomputed; "attention": all but those of attention; "nested": recomputed,
+            and its parts again one by one. "convert": it saves compressed activations; with "recompute", while it is
+            recomputed. "offload": what it saves waits in host memory, or in files. "tile": its position-wise modules
+            run in slices of the sequence.
         kept: Bytes that it saves for the backward pass, as the solver counts them.
         worst: Peak in bytes while in the block, without what the blocks before it save.
+        host: Bytes that wait in host memory, or in files.
         seconds: Time that is added to a step.
         inner: The parts of a nested block.
         setting: Name of a converted block's setting.
         noise: Variance that compression adds to the gradient of its parameters, divided by the whole gradient's D²_SGD.
+        rows: Of a slice of a tiled block.
     """
 
     name: str
@@ -60,16 +68,53 @@ class PlannedBlock:
     inner: tuple[str, ...] = ()
     setting: str = ""
     noise: float = 0.0
+    host: int = 0
+    rows: int = 0
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the choice."""
+        return tuple(self.choice.split(_AND))
+
+    @property
+    def recomputation(self) -> str:
+        """The word that says how it is recomputed; "" where it is not."""
+        return next((word for word in self.words if word in RECOMPUTATIONS), "")
 
     @property
     def option(self) -> str:
         """The choice, and the setting of a converted block."""
-        return f"{self.choice} {self.setting}".rstrip()
+        return joined(f"{word} {self.setting}".rstrip() if word == CONVERT else word for word in self.words)
+
+    def adding(self, word: str, **known: Any) -> PlannedBlock:
+        """Return the row with another word in its choice, and with other fields."""
+        words = {*self.words, word} - {KEEP}
+        return replace(self, choice=joined(one for one in CHOICES if one in words), **known)
+
+    def check(self) -> None:
+        """Check that the words of the choice can be applied together; raises ValueError."""
+        for word in self.words:
+            if word not in CHOICES:
+                raise ValueError(
+                    f"choice must be one of {', '.join(CHOICES)}, with {_AND!r} between several, got {self.choice!r}"
+                )
+        others = [word for word in self.words if word in RECOMPUTATIONS and word != RECOMPUTE]
+        together = len(others) + (RECOMPUTE in self.words) > 1 or (others and CONVERT in self.words)
+        if together or len({*self.words}) < len(self.words) or (KEEP in self.words and len(self.words) > 1):
+            raise ValueError(
+                f"choice must have each word once, {KEEP} alone, one of {', '.join(RECOMPUTATIONS)} at most, and "
+                f"{CONVERT} with none of them but {RECOMPUTE}, got {self.choice!r}"
+            )
+
+
+def joined(words: Iterable[str]) -> str:
+    """Make a choice of words."""
+    return _AND.join(words)
 
 
 def label_of(option: str) -> str:
     """Return the words for an option or a choice in a report."""
-    return _LABELS.get(option, option)
+    return joined(_LABELS.get(word, word) for word in option.split(_AND))
 
 
 @dataclass(frozen=True)
@@ -88,7 +133,7 @@ class BlockPlan(Plan):
         peak: Memory over the step that was simulated when the plan was made.
     """
 
-    FORMAT: ClassVar[str] = "rmm_linear block plan 1"
+    FORMAT: ClassVar[str] = "rmm_linear block plan 2"
 
     blocks: Sequence[PlannedBlock]
     memory: int = 0
@@ -120,7 +165,8 @@ class BlockPlan(Plan):
     def summary(self) -> str:
         """Return the plan in one line."""
         counts = Counter(block.choice for block in self.blocks)
-        chosen = " ".join(f"{label_of(choice)}={counts[choice]}" for choice in CHOICES if counts[choice])
+        order = sorted(counts, key=lambda choice: [CHOICES.index(word) for word in choice.split(_AND)])
+        chosen = " ".join(f"{label_of(choice)}={counts[choice]}" for choice in order)
         operations = "" if self.flops is None else f"operations × {self.flops:.3f}, "
         return (
             f"rmm_linear plan: {chosen} peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, "
@@ -131,6 +177,11 @@ class BlockPlan(Plan):
     def seconds(self) -> float:
         """Time that is added to a step."""
         return sum(block.seconds for block in self.blocks)
+
+    @property
+    def host(self) -> int:
+        """Bytes that wait in host memory, or in files."""
+        return sum(block.host for block in self.blocks)
 
     def apply(self, model: nn.Module | None = None) -> nn.Module:
         """Make a model train by the plan from now on.
@@ -229,8 +280,8 @@ class BlockPlan(Plan):
         plan, config = read_fields(cls, others), fields.get("config")
         check_least(plan, 0, "memory", "predicted", "plain", "flops")
         for block in plan.blocks:
-            check_least(block, 0, "kept", "noise")
-            if block.choice == NESTED and not block.inner:
+            check_least(block, 0, "kept", "noise", "host", "rows")
+            if NESTED in block.words and not block.inner:
                 raise ValueError(f"{block.name} is nested, and must have inner parts, got none")
         plan = plan if config is None else replace(plan, config=provided(CONVERT).read(config))
         plan.check()
@@ -243,10 +294,9 @@ class BlockPlan(Plan):
             ValueError: If a choice is unknown or lacks what it needs, or a block has two rows.
         """
         for block in self.blocks:
-            if block.choice not in CHOICES:
-                raise ValueError(f"choice must be one of {', '.join(CHOICES)}, got {block.choice!r}")
+            block.check()
         names = [name for block in self.blocks for name in (block.name, *block.inner)]
         if len({*names}) != len(names):
             raise ValueError(f"blocks must have one row each, got {Counter(names).most_common(1)[0][0]!r} twice")
-        if (self.config is not None) != any(block.choice == CONVERT for block in self.blocks):
+        if (self.config is not None) != any(CONVERT in block.words for block in self.blocks):
             raise ValueError(f"config must be there where a block is converted, and only there, got {self.config!r}")

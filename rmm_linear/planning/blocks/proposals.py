@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,18 @@ from torch import nn
 
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear.memory.peak import Peak
-from rmm_linear.planning.blocks.measure import Costs, by_block
+from rmm_linear.planning.blocks.applied import offloaded_bytes
+from rmm_linear.planning.blocks.measure import Costs, by_pass
 from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
-from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
+from rmm_linear.planning.blocks.shortened import later_gradients, leave_out, without
+from rmm_linear.planning.blocks.solve import Option, choose, host_of, least, peak_of
+from rmm_linear.planning.plans import apply
 from rmm_linear.planning.step.follow import Event, FollowedTensors
+from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import Held, watch
 from rmm_linear.planning.step.workspace import Workspace
 
-_TRIES = 10
+_TRIES, _JUDGED = 10, 6
 _EXACT = 0.99
 
 Cost = Callable[[Option], float]
@@ -38,6 +42,7 @@ class Proposals:
         cost: The sum that the solver minimizes.
         configure: Makes the configuration for the converted blocks of a plan.
         folder: Of files, for offloaded blocks of a model on the CPU.
+        host: Limit of the bytes that wait in host memory or files; None is none.
         rows: Of every block, its options; if left out, blocks stay as they are.
     """
 
@@ -50,6 +55,7 @@ class Proposals:
     solver: str = "rounded"
     configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None
     folder: str | None = None
+    host: int | None = None
     held: Held | None = None
     rows: Sequence[Sequence[PlannedBlock]] = ()
 
@@ -66,15 +72,41 @@ class Proposals:
     @property
     def options(self) -> list[list[Option]]:
         """The options that the solver chooses from."""
-        return [[Option(row.option, row.kept, row.worst, row.seconds, row.noise) for row in rows] for rows in self.rows]
+        return [
+            [Option(row.option, row.kept, row.worst, row.seconds, row.noise, row.host) for row in rows]
+            for rows in self.rows
+        ]
 
     def adding(self, rows: Rows) -> Proposals:
         """Add an option to the blocks that have a row, by what a step with all of them shows of each."""
-        events = self.events([row or known[0] for row, known in zip(rows, self.rows, strict=True)])
-        kept, worst = by_block(events, self.names)
-        measured = [row and replace(row, kept=kept[row.name], worst=worst[row.name]) for row in rows]
+        chosen = [row or known[0] for row, known in zip(rows, self.rows, strict=True)]
+        standing = {} if has_memory(self.model) else leave_out(self.model, [(row.name, row.option) for row in chosen])
+        try:
+            kept, worst, host = self._measured(chosen, standing)
+        except (IndexError, KeyError):  # a model that calls its blocks by number
+            kept, worst, host = self._measured(chosen, {})
+        measured = [
+            row and replace(row, kept=kept[row.name], worst=worst[row.name], host=host[row.name]) for row in rows
+        ]
         added = [[*known, row] if row else known for known, row in zip(self.rows, measured, strict=True)]
         return replace(self, rows=added)
+
+    def _measured(self, rows: Sequence[PlannedBlock], standing: Mapping[str, str]) -> tuple[dict[str, int], ...]:
+        """Return what blocks keep, their peaks, and what waits elsewhere; some stand for others."""
+        names = [name for name in self.names if name not in standing]
+        plan = self.plan_of([row for row in rows if row.name not in standing])
+        with without(self.model, [*standing]), apply(plan, self.model) as planned:
+            kept, forward, backward = by_pass(self._watch(planned)[1].events, names)
+            host = offloaded_bytes(planned)
+        late, worst = later_gradients(self.model, self.names, standing, self.held), dict[str, int]()
+        for name in self.names:
+            stands = standing.get(name, name)
+            worst[name] = max(forward[stands], backward[stands] + late[name])
+        return (
+            {name: kept[standing.get(name, name)] for name in self.names},
+            worst,
+            {name: host.get(standing.get(name, name), 0) for name in self.names},
+        )
 
     def events(self, rows: Sequence[PlannedBlock]) -> list[Event]:
         """Follow the tensors of a step in which every block has one option."""
@@ -113,10 +145,10 @@ class Proposals:
     def search(self, tries: int = _TRIES) -> BlockPlan | None:
         """Find the cheapest plan that fits: the solver's budget falls by its plan's excess, or rises."""
         options = self.options
-        low, high, target = least(options), None, self.budget
+        low, high, target = least(options, self.host), None, self.budget
         best, least_cost, judged = None, float("inf"), dict[tuple[int, ...], BlockPlan]()
         for _ in range(tries):
-            chosen = choose(options, max(target, low), self.cost, solver=self.solver)
+            chosen = choose(options, max(target, low), self.cost, solver=self.solver, host=self.host)
             if chosen is None:
                 break
             is_known = tuple(chosen) in judged
@@ -140,10 +172,13 @@ class Proposals:
     def smallest(self) -> BlockPlan:
         """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
         options = self.options
-        tried = [choose(options, least(options), self.cost, solver=self.solver) or []]
+        tried = [choose(options, least(options, self.host), self.cost, solver=self.solver, host=self.host)]
         for name in {option.name for block in options for option in block} - {KEEP}:
             tried.append([_place(block, name) for block in options])
-        return min((self.judge(chosen) for chosen in tried), key=lambda plan: plan.predicted)
+        possible = [
+            one for one in tried if one is not None and (self.host is None or host_of(options, one) <= self.host)
+        ]
+        return min((self.judge(chosen) for chosen in possible or [[0] * len(options)]), key=lambda plan: plan.predicted)
 
 
 def _place(block: Sequence[Option], name: str) -> int:

@@ -3,48 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.context.recomputation import RepeatedSeeds
+from rmm_linear.planning.blocks.results import Results
 from rmm_linear.planning.replay.replayed import Replayed
-from rmm_linear.planning.step.flops import PRODUCTS
+from rmm_linear.planning.replay.wrapped import Wrapped
 
 
-class Recomputed:
-    """The forward pass of a module under activation checkpointing.
+class Recomputed(Wrapped):
+    """The forward pass of a module under activation checkpointing."""
 
-    It takes the place of the method ``forward`` of one module, so hooks of the module itself run once.
-    """
-
-    def __init__(self, module: nn.Module, *, selective: bool = False) -> None:
-        """Wrap a module's forward pass, for :meth:`attach`. ``selective`` saves the results of products."""
-        self.module = module
-        self.selective = selective
-        self.replaced = module.__dict__.get("forward")  # by another library
-
-    @property
-    def inner(self) -> Callable[..., Any]:
-        """The module's own forward pass; looked up at each call, so that copies and pickled models have their own."""
-        return MethodType(type(self.module).forward, self.module) if self.replaced is None else self.replaced
-
-    def attach(self) -> None:
-        """Recompute the module from now on."""
-        self.module.forward = self
-
-    def detach(self) -> None:
-        """Undo :meth:`attach`."""
-        if self.replaced is None:
-            self.module.__dict__.pop("forward", None)
-        else:
-            self.module.forward = self.replaced
+    def __init__(self, module: nn.Module, saves: Collection[Any] = frozenset()) -> None:
+        """Wrap a module's forward pass. ``saves``: the operators whose results are saved."""
+        super().__init__(module)
+        self.saves = saves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass, and again in the backward pass."""
@@ -62,10 +42,10 @@ class Recomputed:
         seen = replayed.seen()
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if not self.selective:
+            if not self.saves:
                 return nullcontext(), replayed.again(seen, seeds.again)
-            saved, cached = create_selective_checkpoint_contexts(_keep_products)
-            return saved, replayed.again(seen, seeds.again, lambda: cached)
+            results = Results(self.saves)
+            return results.saving(), replayed.again(seen, seeds.again, results.returning)
 
         # Keyword arguments go past checkpoint, which has some of its own.
         run = functools.partial(self.inner, **kwargs)
@@ -77,8 +57,3 @@ def _run(recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 _uncompiled: Any = torch.compiler.disable(_run)  # what a repetition needs is nothing for a compiler to trace
-
-
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    packet = getattr(operator, "_overloadpacket", operator)
-    return CheckpointPolicy.MUST_SAVE if packet in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

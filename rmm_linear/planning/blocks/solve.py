@@ -5,7 +5,8 @@ Block i has options o that save k(i, o) bytes in its forward pass, have the peak
     min Σ c(i, o(i))  such that  Σ_{j<i} k(j, o(j)) + q(i, o(i)) ≤ budget for all i.
 
 Infeasible options are removed first, so saving the least is always feasible; the solvers distribute the memory that is
-left.
+left. Options may put bytes h(i, o) elsewhere, Σ h(i, o(i)) ≤ host: a price for them is found that keeps this (Everett
+1963), so the choice is the best one for some limit a little below.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rmm_linear._support.validation import did_you_mean
 SOLVERS = ("auto", "milp", "rounded")
 _LEVELS = 20_000  # steps of bytes in the dynamic program: a table of 200 blocks is 8 MB
 _SECONDS = 20.0  # of the integer program
+_OCTAVES, _HALVINGS = 20.0, 12  # of the price of a byte that waits elsewhere
 _TOLERANCE = 10**6  # what HiGHS takes for an integer may be off by a millionth
 
 
@@ -35,6 +37,7 @@ class Option:
         worst: Peak in bytes of its forward, recomputation or backward pass, without what the blocks before it save.
         seconds: Time that is added.
         noise: Variance ratio that is added.
+        host: Bytes that wait elsewhere.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Option:
     worst: int
     seconds: float
     noise: float = 0.0
+    host: int = 0
 
 
 Blocks = Sequence[Sequence[Option]]
@@ -54,8 +58,11 @@ def choose(
     cost: Callable[[Option], float] | None = None,
     *,
     solver: str = "auto",
+    host: int | None = None,
 ) -> list[int] | None:
     """Choose an option for every block, so that their costs (the time that they add, if None) have the least sum.
+
+    ``host`` limits the bytes that wait elsewhere. None is returned where nothing is within the limits.
 
     "milp" is the optimum to a millionth, by scipy's HiGHS, or the best after 20 seconds; "rounded" that of a budget
     smaller by at most a 20,000th per block, by a dynamic program; "auto" the first where scipy is installed. Both find
@@ -78,8 +85,38 @@ def choose(
     prices = [[price(option) for option in block] for block in blocks]
     if solver == "auto":
         solver = "milp" if has_scipy() else "rounded"
-    solve = {"milp": by_milp, "rounded": by_rounded}[solver]
-    return [some[index] for some, index in zip(usable, solve(blocks, prices, budget), strict=True)]
+    found: list[int] | None = {"milp": by_milp, "rounded": by_rounded}[solver](blocks, prices, budget)
+    if host is not None and host_of(blocks, found) > host:
+        found = _within_host(blocks, prices, budget, host)
+    return None if found is None else [some[index] for some, index in zip(usable, found, strict=True)]
+
+
+def host_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
+    """Return the bytes that wait elsewhere."""
+    return sum(block[index].host for block, index in zip(options, chosen, strict=True))
+
+
+def _within_host(blocks: Blocks, prices: Prices, budget: int, host: int) -> list[int] | None:
+    """Choose by prices to which a price per byte that waits elsewhere is added, the least one that keeps the limit."""
+
+    def at(price: float, share: float = 1.0) -> list[int]:
+        rows = zip(blocks, prices, strict=True)
+        added = [[share * one + price * each.host for each, one in zip(block, row, strict=True)] for block, row in rows]
+        return by_rounded(blocks, added, budget)
+
+    best = at(1.0, 0.0)
+    if host_of(blocks, best) > host:
+        return None
+    unit = sum(max(row) - min(row) for row in prices) / sum(max(one.host for one in block) for block in blocks)
+    low, high = -_OCTAVES, _OCTAVES
+    for _ in range(_HALVINGS if unit else 0):
+        middle = (low + high) / 2
+        found = at(unit * 2**middle)
+        if host_of(blocks, found) <= host:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
 
 
 def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
@@ -92,14 +129,29 @@ def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
     return max(peaks(options, chosen), default=0)
 
 
-def least(options: Sequence[Sequence[Option]]) -> int:
-    """Return the least budget for which :func:`choose` finds something."""
+def least(options: Sequence[Sequence[Option]], host: int | None = None) -> int:
+    """Return the least budget for which :func:`choose` finds something; to a thousandth, where ``host`` binds."""
     low, high = 0, sum(max(option.kept for option in block) for block in options)
     high += max(option.worst for block in options for option in block)
+    most = high
     while low < high:
         middle = (low + high) // 2
         low, high = (middle + 1, high) if _usable(options, middle) is None else (low, middle)
-    return low
+
+    def fits(budget: int) -> bool:
+        return choose(options, budget, _host, solver="rounded", host=host) is not None
+
+    if host is None or fits(low):
+        return low
+    high = most
+    while high - low > max(high // 1000, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _host(option: Option) -> float:
+    return float(option.host)
 
 
 def _usable(options: Sequence[Sequence[Option]], budget: int) -> list[list[int]] | None:

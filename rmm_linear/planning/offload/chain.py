@@ -10,17 +10,16 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from rmm_linear.planning.offload.copies import Copy, FileCopy, Files, PinnedArena, PinnedCopy, Returning, SizeCopy
-from rmm_linear.planning.offload.pack import Packer, unpack
+from rmm_linear.planning.offload.pack import Packer, packing
+from rmm_linear.planning.replay.wrapped import Wrapped
 
 
 class OffloadChain:
@@ -47,10 +46,14 @@ class OffloadChain:
         """Say whether a device's memory can be copied out."""
         return device.type == "cuda" or (device.type == "cpu" and self.folder is not None)
 
+    def takes_from(self, tensor: Tensor) -> bool:
+        """Say whether a tensor can be copied out; a fake one stands for one that can."""
+        return isinstance(tensor, FakeTensor) or self.takes(tensor.device)
+
     def copy(self, content: Tensor) -> Copy:
         """Copy bytes out, uint8 of one dimension."""
         if isinstance(content, FakeTensor):
-            return SizeCopy(content)
+            return SizeCopy(content, is_held=content.device.type == "cuda" or self.folder is None)
         if content.device.type == "cuda" or self.folder is None:  # then it takes nothing else
             arena = self._arenas.setdefault(content.device, PinnedArena())
             return PinnedCopy(content, arena)
@@ -101,20 +104,19 @@ def _end(chain: weakref.ref[OffloadChain]) -> None:
         found.end()
 
 
-class Offloaded:
+class Offloaded(Wrapped):
     """The forward pass of a module whose saved tensors are offloaded.
 
-    It takes the place of the method ``forward`` of one module, so hooks of the module itself run once. Gradients are
-    those of the module, to the bit. Parameters and the module's buffers stay where they are, and so do storages of
-    64 KiB and less, sparse tensors and tensor subclasses.
+    Gradients are those of the module, to the bit. Parameters and the module's buffers stay where they are, and so do
+    storages of 64 KiB and less, sparse tensors and tensor subclasses.
     """
 
+    copied = 0  # bytes, in the last forward pass
+
     def __init__(self, module: nn.Module, chain: OffloadChain) -> None:
-        """Wrap a module's forward pass, for :meth:`attach`. The model's offloaded blocks share the chain."""
-        self.module = module
+        """Wrap a module's forward pass. The model's offloaded blocks share the chain."""
+        super().__init__(module)
         self.chain = chain
-        self.inner: Callable[..., Any] = module.forward
-        self.replaced = module.__dict__.get("forward")  # by another library
 
     def attach(self) -> None:
         """Offload what the module saves from now on."""
@@ -130,14 +132,7 @@ class Offloaded:
                     f"offload knows CUDA and the CPU, got {type(self.module).__name__} on {tensor.device}. "
                     "Leave offload out."
                 )
-        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
-
-    def detach(self) -> None:
-        """Undo :meth:`attach`."""
-        if self.replaced is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.forward = self.replaced
+        super().attach()
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,9 +140,10 @@ class Offloaded:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         call = self.chain.enter()
-        with saved_tensors_hooks(Packer(self.module, self.chain.takes, call.save), unpack):
+        with packing(Packer(self.module, self.chain.takes_from, call.save)):
             output = self.inner(*args, **kwargs)
         self.chain.leave(call)
+        self.copied = call.copied
         return output
 
 
@@ -157,9 +153,10 @@ class _OffloadedCall:
     def __init__(self, chain: OffloadChain, before: weakref.ref[_OffloadedCall] | None) -> None:
         self.chain, self.before = chain, before
         self.saved: list[weakref.ref[_Saved]] = []
-        self.task = -1
+        self.task, self.copied = -1, 0
 
     def save(self, content: Tensor) -> _Saved:
+        self.copied += content.numel()
         return _Saved(self, self.chain.copy(content))
 
     def alive(self) -> list[_Saved]:

@@ -250,10 +250,10 @@ class _OnDevice:
 class SizeCopy:
     """Of fake bytes, only how many they are; they live as long as the others would."""
 
-    def __init__(self, content: Tensor) -> None:
-        """Note the size of fake bytes."""
+    def __init__(self, content: Tensor, *, is_held: bool) -> None:
+        """Note the size of fake bytes, which stay for a while, as an accelerator's do, or are written at once."""
         self._size, self._device = content.numel(), content.device
-        self._held = _Here(content) if content.device.type == "cuda" else None
+        self._held = _Here(content) if is_held else None
 
     def begin(self) -> _Here:
         """Allocate."""

@@ -9,12 +9,15 @@ that comes later may be seen or not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rmm_linear.memory.peak import storages
 
@@ -35,7 +38,15 @@ class Saved(Protocol):
         ...
 
 
-class _Kept:
+class Packed:
+    """A tensor that was saved."""
+
+    def unpack(self) -> Tensor:
+        """Return it as it was saved."""
+        raise NotImplementedError
+
+
+class _Kept(Packed):
     """A tensor that stays where it is, without its graph, which has this."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -47,7 +58,7 @@ class _Kept:
         return self.tensor
 
 
-class _Packed:
+class _Moved(Packed):
     """A tensor whose storage was copied out."""
 
     def __init__(self, tensor: Tensor, content: Tensor, saved: Saved) -> None:
@@ -69,15 +80,13 @@ class _Packed:
 class Packer:
     """The hook for one forward pass of one block; tensors that share a storage share its copy."""
 
-    def __init__(
-        self, module: nn.Module, takes: Callable[[torch.device], bool], save: Callable[[Tensor], Saved]
-    ) -> None:
+    def __init__(self, module: nn.Module, takes: Callable[[Tensor], bool], save: Callable[[Tensor], Saved]) -> None:
         """Begin a forward pass; ``save`` copies the bytes of a storage out, uint8 of one dimension."""
         self._takes, self._save = takes, save
         self._own = {storage._cdata for storage in storages([*module.parameters(), *module.buffers()])}
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], Saved]] = {}
 
-    def __call__(self, tensor: Tensor) -> _Kept | _Packed:
+    def __call__(self, tensor: Tensor) -> Packed:
         """Pack a tensor."""
         if not self._goes(tensor):
             return _Kept(tensor)
@@ -88,7 +97,7 @@ class Packer:
         if ref is None or saved is None or ref() is not storage:  # another one may have its address by now
             saved = self._save(content)
             self._known[key] = weakref.ref(storage), saved
-        return _Packed(tensor, content, saved)
+        return _Moved(tensor, content, saved)
 
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) not in (Tensor, FakeTensor) or tensor.layout != torch.strided or tensor.is_quantized:
@@ -98,10 +107,30 @@ class Packer:
         storage = tensor.untyped_storage()
         whole = storage.nbytes() % tensor.element_size() == 0
         large = storage.nbytes() > SMALL and storage._cdata not in self._own
-        return whole and large and self._takes(tensor.device)
+        return whole and large and self._takes(tensor)
 
 
-def unpack(packed: _Kept | _Packed) -> Tensor:
+_packer: ContextVar[Packer | None] = ContextVar("packer", default=None)  # of the block that runs
+
+
+@contextmanager
+def packing(packer: Packer) -> Iterator[None]:
+    """Pack what is saved inside of the block."""
+    before = _packer.set(packer)
+    try:
+        with saved_tensors_hooks(packer, unpack):
+            yield
+    finally:
+        _packer.reset(before)
+
+
+def pack(tensor: Tensor) -> Packed:
+    """Save a tensor past autograd, as the block that runs saves others."""
+    packer = _packer.get()
+    return _Kept(tensor) if packer is None else packer(tensor)
+
+
+def unpack(packed: Packed) -> Tensor:
     """Return a tensor as it was saved."""
     return packed.unpack()
 

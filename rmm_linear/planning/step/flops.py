@@ -12,22 +12,22 @@ from rmm_linear.planning.step.step import prepared
 
 _aten = torch.ops.aten
 
+_FUSED = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def _packets(*names: str) -> frozenset[Any]:
+    return frozenset(packet for name in names if (packet := getattr(_aten, name, None)) is not None)
+
+
+# Most of the time of long sequences. Their results are the output and a number per row and head.
+ATTENTIONS = _packets(*_FUSED)
 # Products: most of the time and little of the memory. Selective recomputation saves their results.
-PRODUCTS = {
-    packet
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    if (packet := getattr(_aten, name, None)) is not None
-}
+PRODUCTS = _packets("mm", "addmm", "bmm", "baddbmm", "convolution", *_FUSED)
 
 
 def by_plain(planned: int, plain: int) -> float:
@@ -41,6 +41,11 @@ def count_flops(model: nn.Module, example: Any) -> int:
     with prepared(model, example) as step, flop_counter() as counter:
         step()
     return counter.get_total_flops()
+
+
+def attention_flops(counter: FlopCounterMode) -> int:
+    """Return the operations of fused attention that were counted so far."""
+    return sum(count for operator, count in counter.flop_counts["Global"].items() if operator in ATTENTIONS)
 
 
 def flop_counter() -> FlopCounterMode:

@@ -1,0 +1,36 @@
+"""Take the place of the forward pass of one module, around what is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+class Wrapped:
+    """A callable in the place of a module's method ``forward``, so that hooks of the module itself run once."""
+
+    replaced: Callable[..., Any] | None = None  # by another library, or by one of these
+
+    def __init__(self, module: nn.Module) -> None:
+        """Wrap a module's forward pass, for :meth:`attach`."""
+        self.module = module
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """What it wraps; looked up at each call, so that copies and pickled models have their own."""
+        return MethodType(type(self.module).forward, self.module) if self.replaced is None else self.replaced
+
+    def attach(self) -> None:
+        """Run instead of what is there now, from now on."""
+        self.replaced = self.module.__dict__.get("forward")
+        self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`."""
+        if self.replaced is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.forward = self.replaced
