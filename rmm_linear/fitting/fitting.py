@@ -26,6 +26,7 @@ from rmm_linear.planning.step.step import as_in_training, copied, has_memory, ru
 from rmm_linear.planning.step.watch import Held, watch
 
 _TRIES = 4
+_SLOW = 0.01  # of a step: copies that add more are said to bind
 _LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
 
 
@@ -234,9 +235,9 @@ class Fitting:
         waiting = [row.host for rows in self.proposals.rows for row in rows if row.host]
         if left is not None and waiting and left < min(waiting):
             return f"host memory ({show_bytes(plan.host + self.static.host)} of {show_bytes(self.host_memory or 0)})"
-        slow = sum(self.candidates.waits(block) for block in plan.blocks)
-        if slow and self.candidates.seconds:
-            return f"the link to the host (copies add {100 * slow / self.candidates.seconds:.0f} % to a step)"
+        waits = sum(self.candidates.waits(block) for block in plan.blocks) / (self.candidates.seconds or 1.0)
+        if waits > _SLOW:
+            return f"the link to the host (copies add {100 * waits:.0f} % to a step)"
         return "the device's memory"
 
     def _cannot_fit(self, best: BlockPlan) -> str:

@@ -51,8 +51,8 @@ def model_of(layers=3, device="cpu"):
         return Model(layers)
 
 
-def example(device="cpu"):
-    return torch.ones(2, TOKENS, WIDTH, device=device).cumsum(1) / TOKENS
+def example(device="cpu", count=2):
+    return torch.ones(count, TOKENS, WIDTH, device=device).cumsum(1) / TOKENS
 
 
 def gradients(model):

@@ -177,3 +177,57 @@ def test_solvers_and_costs_that_make_no_sense_are_refused():
         choose([[KEEP]], 8, solver="round")
     with pytest.raises(ValueError, match=r"cost must be finite, got inf for 'keep'"):
         choose([[KEEP]], 8, lambda option: float("inf"), solver="rounded")
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_bytes_that_wait_elsewhere_are_limited(solver):
+    """What is chosen keeps the limit and costs no more than the best of a limit a little below: the price has gaps."""
+    draw = random.Random(3)
+    bound = infeasible = 0
+    for options, budget in chains(60, seed=3):
+        options = [[replace(one, host=draw.choice([0, 0, 10, 20])) for one in block] for block in options]
+        limit = draw.choice([0, 20, 40])
+
+        def within(chosen, options=options, limit=limit):
+            return sum(block[index].host for block, index in zip(options, chosen, strict=True)) <= limit
+
+        every = itertools.product(*(range(len(block)) for block in options))
+        fitting = [one for one in every if peak_in_steps(options, one) <= budget and within(one)]
+        chosen = choose(options, budget, weighted, solver=solver, host=limit)
+        if not fitting:
+            infeasible += 1
+            assert chosen is None
+            continue
+        assert chosen is not None
+        assert within(chosen)
+        assert peak_in_steps(options, chosen) <= budget
+        free = choose(options, budget, weighted, solver=solver)
+        bound += not within(free)
+        best, worst = (pick(cost_of(options, one) for one in fitting) for pick in (min, max))
+        assert cost_of(options, chosen) == best if within(free) else best <= cost_of(options, chosen) <= worst
+    assert bound > 10
+    assert infeasible > 3
+
+
+def test_a_price_for_what_waits_is_near_the_best_of_many_blocks():
+    options, budget = large(60)
+    options = [[replace(one, host=block[0].kept - one.kept) for one in block] for block in options]
+    free = choose(options, budget, solver="rounded")
+    limit = int(0.9 * sum(block[index].host for block, index in zip(options, free, strict=True)))
+    # What is saved or waits is the whole in each block: 0.9 of what waits is all that may be.
+    assert choose(options, budget, solver="rounded", host=limit) is None
+    more = [[*block, Option("dropped", 0, block[0].worst, 5.0)] for block in options]
+    chosen = choose(more, budget, solver="rounded", host=limit)
+    assert chosen is not None
+    waits = sum(block[index].host for block, index in zip(more, chosen, strict=True))
+    assert 0.9 * limit <= waits <= limit
+    assert budget >= peak_of(more, chosen)
+    assert least(more, host=limit) <= budget
+
+
+def test_the_least_budget_with_a_limit_can_be_met():
+    for options, _ in chains(20, seed=4):
+        options = [[replace(one, host=index) for index, one in enumerate(block)] for block in options]
+        budget = least(options, host=0)
+        assert choose(options, budget, host=0) == [0] * len(options)
+        assert budget <= 1.002 * peak_of(options, [0] * len(options)) + 1

@@ -1,0 +1,99 @@
+"""What waits on the host: its limit, the speed of the link, and what binds."""
+
+import pytest
+import torch
+
+import rmm_linear
+from rmm_linear import Shards
+from rmm_linear.fitting.link import Link, read_bandwidth
+from rmm_linear.planning import load_plan
+from tests.fit_cases import network, rows, stack
+from tests.planning.blocks.test_compositions import example, model_of
+
+ALLOW = ("keep", "recompute", "offload")
+
+
+def test_copies_add_what_the_passes_do_not_hide():
+    link = Link(10.0)
+    assert link.added(100, 4.0, 8.0) == 6.0 + 2.0
+    assert link.added(100, 20.0, 20.0) == 0.0
+    assert Link(10.0, unit=3.0).added(100, 12.0, 24.0) == 18.0 + 6.0  # three operations per second
+
+
+@pytest.mark.parametrize("value", ["25", "fast", "25GB/h", 0, -1.0, float("inf"), True, None, "0GB/s"])
+def test_a_bandwidth_that_is_none_is_refused_with_the_rule(value):
+    if value == "25":
+        assert read_bandwidth(value) == 25.0
+        return
+    with pytest.raises((ValueError, TypeError), match=r"bandwidth must be .*25GB/s"):
+        read_bandwidth(value)
+
+
+def test_a_model_without_values_offloads_and_says_what_binds():
+    found = {}
+    for host in (None, "6MB", "200KB"):
+        report = found[host] = rmm_linear.fit(
+            model_of(9, "meta"), example("meta", 16), "least", allow=ALLOW, host_memory=host, bandwidth="100TB/s"
+        )
+        assert ("offload" in report.summary()) == (host != "200KB")
+        assert report.plan.host == sum(block.host for block in report.plan.blocks)
+        rmm_linear.revert(report.plan._given())
+    assert found[None].plan.host > 6e6
+    assert found["6MB"].plan.host <= 6e6
+    assert found["200KB"].plan.host == 0
+    assert found[None].peak < found["6MB"].peak < found["200KB"].peak
+    assert found[None].binds == "the device's memory"
+    assert found["6MB"].binds.startswith("host memory (")
+    assert "What binds is host memory" in str(found["6MB"])
+    assert f"host={rmm_linear._support.sizes.show_bytes(found['6MB'].host)}" in found["6MB"].summary()
+
+
+def test_a_slow_link_is_said_and_costs_time():
+    fast, slow = (
+        rmm_linear.fit(model_of(5, "meta"), example("meta"), 0.7, allow=("keep", "offload"), bandwidth=speed)
+        for speed in ("100TB/s", "1MB/s")
+    )
+    assert fast.binds == "the device's memory"
+    assert slow.binds.startswith("the link to the host (copies add ")
+    assert fast.time == pytest.approx(1.0, abs=0.01)
+    assert slow.time > 2
+
+
+def test_what_shards_put_on_the_host_counts_there():
+    model, shards = model_of(5, "meta"), Shards(1, cpu_offload=True)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    report = rmm_linear.fit(model, example("meta"), "least", optimizer=torch.optim.AdamW, shards=shards, allow=ALLOW)
+    assert report.static.host == 4 * whole + 4 * len([*model.parameters()])  # and a step's number of each parameter
+    assert report.static.parameters == 0
+    rmm_linear.revert(model)
+    with pytest.raises(ValueError, match=r"host_memory=1000 cannot be met: parameters, gradients and the optimizer"):
+        rmm_linear.fit(model, example("meta"), "least", shards=shards, host_memory=1000)
+
+
+def test_files_are_limited_too_and_the_plan_is_saved_with_its_words(tmp_path):
+    model, batch = stack().train(), rows(2048)
+    allow = ("keep", "recompute", "offload")
+    free = rmm_linear.fit(model, batch, "least", allow=allow, folder=str(tmp_path / "files"))
+    assert free.plan.host
+    free.plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", folder=tmp_path / "files").blocks == free.plan.blocks
+    rmm_linear.revert(model)
+    limit = free.plan.host // 2
+    less = rmm_linear.fit(model, batch, "least", allow=allow, folder=str(tmp_path / "files"), host_memory=limit)
+    assert less.plan.host <= limit
+    assert less.measured_peak >= free.measured_peak
+    assert {word for block in free.plan.blocks for word in block.words} <= {*allow, "selective", "nested"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "roberta"])
+def test_single_words_come_first_and_compositions_where_nothing_else_fits(kind, tmp_path):
+    """The least that single words reach is met without compositions; below it, they are tried."""
+    model, batch = network(kind)
+    allow, folder = ("keep", "recompute", "sketch", "pack", "offload"), str(tmp_path)
+    least = rmm_linear.fit(model, batch, "least", allow=allow, folder=folder, max_noise=1e9)
+    rmm_linear.revert(model)
+    again = rmm_linear.fit(model, batch, least.peak, allow=allow, folder=folder, max_noise=1e9)
+    assert again.fits
+    rmm_linear.revert(model)
+    with pytest.raises(ValueError, match="cannot be met: the least is"):
+        rmm_linear.fit(model, batch, int(0.7 * least.peak), allow=allow, folder=folder, max_noise=1e9)
