@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 from typing import Any
 
 from torch import nn
@@ -69,15 +70,16 @@ class LongestSequence:
             ("every block recomputed", f"{self.checkpointed:,}"),
             ("fitted", f"{self.length:,}"),
         ]
+        peaks = f"{show_bytes(self.peak)} on the device, {show_bytes(self.host_bytes)} on the host"
         lines = [
             f"rmm_linear max_length: length={self.length} exact={self.exact} checkpointed={self.checkpointed} "
             f"budget={show_both(self.memory)}",
             table(("longest sequence", "tokens"), rows),
-            f"Batches of {self.batch_size} take {show_bytes(self.peak)} on the device, {show_bytes(self.host_bytes)} on "
-            f"the host;\n{show_bytes(round(self.bytes_per_token))} per token. What binds: {self.binds}.",
-            *(f"Note: {note}" for note in self.notes),
+            f"Peak with {self.batch_size} such: {peaks}.\nA token adds {show_both(round(self.bytes_per_token))}.\n"
+            f"What binds: {self.binds}.",
+            "\n".join(fill(f"Note: {note}", 100, break_on_hyphens=False) for note in self.notes),
         ]
-        return "\n\n".join(lines)
+        return "\n\n".join(filter(None, lines))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON types.

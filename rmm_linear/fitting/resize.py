@@ -54,8 +54,8 @@ def sequences_of(example: Any) -> int:
 def lengthened(example: Any, length: int) -> Any:
     """Make a batch of sequences of another length, by repeating every token, or leaving some out.
 
-    Token ids, labels and masks of shape (B, T), embeddings (B, T, H) and masks (B, 1, T, T) follow the sequence, tensors
-    of another length stay. Padding keeps its share. Position ids count on from where a text begins.
+    Token ids, labels and masks of shape (B, T), embeddings (B, T, H) and masks (B, 1, T, T) follow the sequence;
+    tensors of another length stay. Padding keeps its share. Position ids count on from where a text begins.
 
     Raises:
         ValueError: If no tensor has a sequence, or one cannot follow it: images, and rows in which several texts are
@@ -70,8 +70,8 @@ def lengthened(example: Any, length: int) -> Any:
     def resize(name: str, tensor: Tensor) -> Tensor:
         if name.startswith(_PACKED):
             raise ValueError(
-                f"Sequences of another length are made of rows with one text each, got {name!r}, by which texts share a "
-                "row. Leave it out."
+                f"Sequences of another length are made of rows with one text each, got {name!r}, by which texts share "
+                "a row. Leave it out."
             )
         if name.endswith(_POSITIONS) and tensor.dim() and tensor.shape[-1] == have:
             return _positions(tensor, length)
@@ -81,7 +81,7 @@ def lengthened(example: Any, length: int) -> Any:
         if tensor.dim() > 3 and not is_mask:
             raise ValueError(
                 f"Sequences of another length are made of tokens, embeddings and masks, got {name or 'a tensor'} of "
-                f"shape {tuple(tensor.shape)}. Pass a batch without it, or give the lengths that are wanted to fit()."
+                f"shape {tuple(tensor.shape)}. Pass a batch without it, or batches of the length itself to fit."
             )
         along = [place for place in range(1, tensor.dim()) if tensor.shape[place] == have]
         for place in along if is_mask else along[: along[:1] == [1]]:

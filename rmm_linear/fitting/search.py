@@ -1,7 +1,7 @@
 """Search for the largest size of a batch, of sequences or of their length, with which a step fits into memory.
 
-Bytes of a step are, nearly, a line in the size. Bytes of every option are measured for two sizes, and extrapolated along
-a line. Where a line meets the budget a plan is solved for, and a step with it simulated; then a secant goes on.
+Bytes of a step are, nearly, a line in the size. Bytes of every option are measured for two sizes, and extrapolated
+along a line. Where a line meets the budget a plan is solved for, and a step with it simulated; then a secant goes on.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class Sizes:
     most: int = MOST
     tolerance: float = 0.0
 
+    def between(self, size: int, small: int, large: int) -> int:
+        """Return the bytes of a size on the line through those of the two that are measured."""
+        return max(0, round(small + (size - self.small) / (self.large - self.small) * (large - small)))
+
 
 @dataclass(frozen=True)
 class Found:
@@ -94,9 +98,14 @@ class Search:
         again = BlockPlan(
             [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks]
         ).made_for(work.model)
+        small = self.sizes.batch(self.sizes.small)
+        costs = measure(work.model, small, held=work.proposals.held)
+        line = partial(self.sizes.between, small=costs.peak.bytes, large=work.costs.peak.bytes)
+        exact, plain = self._largest(partial(self._judged, plain), line)
+        if exact == self.sizes.most and KEEP in work.allow:
+            return self._found(exact, exact, exact, plain)
         work.add_options(max_noise, sampled)
-        lines = _Lines(work.proposals, _measured_at(self.sizes.batch(self.sizes.small), work.proposals), self.sizes)
-        exact, plain = self._largest(partial(self._judged, plain), lines.exact)
+        lines = _Lines(work.proposals, _again(replace(work.proposals, example=small, costs=costs)), self.sizes)
         try:
             checkpointed, again = self._largest(
                 partial(self._judged, again), partial(lines.least, only=RECOMPUTE), at_least=max(exact, 1)
@@ -106,12 +115,14 @@ class Search:
             notes.append(f"Not every block can be recomputed. {error}")
         size, plan = self._largest(partial(self._solved, lines), lines.least, tries=_TRIES)
         for known, other, option in ((checkpointed, again, RECOMPUTE), (exact, plain, KEEP)):
-            if known > size and option in work.allow:
+            if option in work.allow and (known > size or (option == KEEP and known == size)):
                 size, plan = known, other
-        if plan is None:
-            return Found(0, exact, checkpointed, notes=tuple(notes))
-        peak = max(work.before + plan.predicted, work.static.in_optimizer_step)
-        return Found(size, exact, checkpointed, plan, peak, tuple(notes))
+        return self._found(size, exact, checkpointed, plan)
+
+    def _found(self, size: int, exact: int, checkpointed: int, plan: BlockPlan | None) -> Found:
+        before = self.work.before + (0 if plan is None else plan.predicted)
+        peak = max(before, self.work.static.in_optimizer_step)
+        return Found(size, exact, checkpointed, plan, peak, tuple(self.work.candidates.notes))
 
     def slope(self, found: Found) -> float:
         """Return the bytes that one more adds to the peak of the plan that was found."""
@@ -181,11 +192,10 @@ def _meeting(line: Line, budget: int, most: int) -> int:
     return low
 
 
-def _measured_at(example: Any, proposals: Proposals) -> Proposals:
-    """Return the same options with another batch."""
-    found = replace(proposals, example=example, costs=measure(proposals.model, example, held=proposals.held), rows=())
-    names = dict.fromkeys(row.option for rows in proposals.rows for row in rows if row.choice != KEEP)
-    for name in names:
+def _again(proposals: Proposals) -> Proposals:
+    """Measure the same options with the batch of these proposals, of which the costs are known."""
+    found = replace(proposals, rows=())
+    for name in dict.fromkeys(row.option for rows in proposals.rows for row in rows if row.choice != KEEP):
         found = found.adding([next((row for row in rows if row.option == name), None) for rows in proposals.rows])
     return found
 
@@ -195,16 +205,7 @@ class _Lines:
 
     def __init__(self, proposals: Proposals, smaller: Proposals, sizes: Sizes) -> None:
         self.proposals, self.sizes = proposals, sizes
-        self.peaks = smaller.costs.peak.bytes, proposals.costs.peak.bytes
         self.smaller = [{row.option: row for row in rows} for rows in smaller.rows]
-
-    def _at(self, size: int, small: int, large: int) -> int:
-        part = (size - self.sizes.small) / (self.sizes.large - self.sizes.small)
-        return max(0, round(small + part * (large - small)))
-
-    def exact(self, size: int) -> int:
-        """Return the peak of a step of the exact model."""
-        return self._at(size, *self.peaks)
 
     def rows(self, size: int, only: str = "") -> list[list[PlannedBlock]]:
         """Return the options for a size, or some of them."""
@@ -212,8 +213,8 @@ class _Lines:
             [
                 replace(
                     row,
-                    kept=self._at(size, less[row.option].kept, row.kept),
-                    worst=self._at(size, less[row.option].worst, row.worst),
+                    kept=self.sizes.between(size, less[row.option].kept, row.kept),
+                    worst=self.sizes.between(size, less[row.option].worst, row.worst),
                 )
                 for row in [row for row in rows if row.option == only] or rows
             ]
