@@ -146,13 +146,12 @@ def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Mo
     for name, pair in widths.items():
         features, outputs = (width // divisor * factor for width in pair)
         own = module.get_submodule(name)
-        weight = next(own.parameters(), None)
-        if weight is None or not weight.is_floating_point():
-            return None
-        child = nn.Linear(features, outputs, getattr(own, "bias", None) is not None, "meta", weight.dtype)
+        # Of quantized weights, any floating dtype will do: theirs is not told by the packed ones.
+        dtype = next((weight.dtype for weight in own.parameters() if weight.is_floating_point()), torch.float32)
+        child = nn.Linear(features, outputs, getattr(own, "bias", None) is not None, "meta", dtype)
         for kind, parameter in child.named_parameters():
             values = torch.randn(parameter.shape, generator=generator, device="cpu") / features**0.5
-            child._parameters[kind] = nn.Parameter(values.to(weight.dtype), False)
+            child._parameters[kind] = nn.Parameter(values.to(dtype), False)
         children[name] = child
     copy = object.__new__(type(module))
     vars(copy).update({**vars(module), "_modules": children})
