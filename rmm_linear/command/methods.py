@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-METHODS = ("lora", "qlora", "full")
+from rmm_linear.fitting.quantised import as_quantised
+
 ADAPTERS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -15,8 +16,6 @@ def for_training(model: nn.Module, method: str, *, rank: int, dtype: str) -> nn.
     """Add what a method trains to a model on the meta device."""
     if method == "full":
         return model
-    if method == "qlora":
-        model = quantised(model)
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -27,9 +26,6 @@ def for_training(model: nn.Module, method: str, *, rank: int, dtype: str) -> nn.
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(ADAPTERS[dtype])
+    if method == "qlora":
+        as_quantised(adapted)
     return adapted
-
-
-def quantised(model: nn.Module) -> nn.Module:
-    """Let the frozen linear layers of a model count four bits per weight."""
-    raise ValueError("--method qlora is not supported yet. Use --method lora, whose frozen weights have 16 bits.")

@@ -53,8 +53,8 @@ class FitCallback(TrainerCallback):
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
 
-    fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in which the
-    model is planned.
+    fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
+    which the model is planned.
 
     Attributes:
         fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.

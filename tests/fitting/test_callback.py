@@ -213,7 +213,7 @@ def planned_ahead(folder, length, lengths, **options):
 
 def test_with_a_length_the_longest_batch_is_planned_for_once(tmp_path, caplog):
     """The plan is that of a first batch with that length; shorter and equal ones change nothing."""
-    trainer, callback = planned_ahead(tmp_path / "ahead", 20, [8, 12, 20])
+    trainer, _ = planned_ahead(tmp_path / "ahead", 20, [8, 12, 20])
     assert elements(trainer) == [80]
     other, _, _ = fitting(tmp_path / "long", RECOMPUTED, max_steps=1)
     cut(other, [20])
