@@ -23,7 +23,6 @@ from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.step.step import has_memory
 
-POSITIONS = "positions"  # what binds where a table of positions is used up
 _MEASURED = 16384  # tokens; without weights, a step takes as long to simulate whatever its length
 _TOLERANCE = 0.005
 
@@ -42,8 +41,8 @@ class LongestSequence:
         memory: The budget in bytes.
         bytes_per_token: Bytes that one more token of the batch adds to the peak.
         host_bytes: Bytes in the memory of the host at the peak of a step, in addition to offloaded parameters.
-        binds: What keeps sequences from being longer: the moment of the peak, "positions", "optimizer step" where
-            nothing fits, or "nothing".
+        binds: What keeps sequences from being longer: the moment of the peak, "positions", or "nothing"; where nothing
+            fits, "optimizer step" or "shortest sequence".
         notes: Options that were left out, with the reason.
     """
 
@@ -163,9 +162,12 @@ def max_length(
         search = Search(work, sizes)
         found = search.find(max_noise, example)
         slope = search.slope(found) / (multiple * batch_size)
-    binds = "optimizer step" if found.plan is None else _moment(found.plan, work.proposals.names)
-    if found.size == most:
-        binds = "nothing" if positions is None else POSITIONS
+    if found.plan is None:
+        binds = "shortest sequence" if work.is_within(0) else "optimizer step"
+    elif found.size == most:
+        binds = "nothing" if positions is None else "positions"
+    else:
+        binds = _moment(found.plan, work.proposals.names)
     trained = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     notes = found.notes
     if positions is None and isinstance(trained, int) and found.size * multiple > trained:

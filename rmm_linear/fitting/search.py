@@ -86,6 +86,7 @@ class Search:
     def __init__(self, work: Fitting, sizes: Sizes) -> None:
         """Begin with the measured step of the exact model."""
         self.work, self.sizes, self.budget = work, sizes, work.proposals.budget
+        self.costs = measure(work.model, sizes.batch(sizes.small), held=work.proposals.held)
 
     def find(self, max_noise: float, sampled: Any) -> Found:
         """Find the largest sizes; noise is that of ``sampled``."""
@@ -98,14 +99,12 @@ class Search:
         again = BlockPlan(
             [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks]
         ).made_for(work.model)
-        small = self.sizes.batch(self.sizes.small)
-        costs = measure(work.model, small, held=work.proposals.held)
-        line = partial(self.sizes.between, small=costs.peak.bytes, large=work.costs.peak.bytes)
-        exact, plain = self._largest(partial(self._judged, plain), line)
+        exact, plain = self._largest(partial(self._judged, plain), self._exact)
         if exact == self.sizes.most and KEEP in work.allow:
             return self._found(exact, exact, exact, plain)
         work.add_options(max_noise, sampled)
-        lines = _Lines(work.proposals, _again(replace(work.proposals, example=small, costs=costs)), self.sizes)
+        smaller = replace(work.proposals, example=self.sizes.batch(self.sizes.small), costs=self.costs)
+        lines = _Lines(work.proposals, _again(smaller), self.sizes)
         try:
             checkpointed, again = self._largest(
                 partial(self._judged, again), partial(lines.least, only=RECOMPUTE), at_least=max(exact, 1)
@@ -120,13 +119,18 @@ class Search:
         return self._found(size, exact, checkpointed, plan)
 
     def _found(self, size: int, exact: int, checkpointed: int, plan: BlockPlan | None) -> Found:
-        before = self.work.before + (0 if plan is None else plan.predicted)
-        peak = max(before, self.work.static.in_optimizer_step)
+        if plan is not None:
+            plan = replace(plan, plain=self._exact(size)).made_for(self.work.model)
+        peak = max(self.work.before + (plan.predicted if plan else 0), self.work.static.in_optimizer_step)
         return Found(size, exact, checkpointed, plan, peak, tuple(self.work.candidates.notes))
+
+    def _exact(self, size: int) -> int:
+        """Return the peak of a step of the exact model, by the line."""
+        return self.sizes.between(size, self.costs.peak.bytes, self.work.costs.peak.bytes)
 
     def slope(self, found: Found) -> float:
         """Return the bytes that one more adds to the peak of the plan that was found."""
-        other = found.size // 2 or 2
+        other = found.size - max(1, found.size // 8) or 2
         there = None if found.plan is None else self._judged(found.plan, other)
         if found.plan is None or there is None:
             return 0.0
@@ -174,8 +178,8 @@ class Search:
                 high = guess
             (x0, y0), (x1, y1) = list((known if len(bytes_of) < 2 else bytes_of).items())[-2:]
             slope = (y1 - y0) / (x1 - x0)
-            guess = int(guess + (aim - bytes_of[guess]) / slope) if slope > 0 else (low + high) // 2
-            guess = max(low + 1, min(guess, high - 1))
+            there = int(guess + (aim - bytes_of[guess]) / slope) if slope > 0 else (low + high) // 2
+            guess = max(low + 1, guess // 2, min(there, high - 1))
             if high - low <= 1 or (low and guess <= low * (1 + tolerance)):
                 break
         return low, best

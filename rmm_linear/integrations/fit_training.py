@@ -42,10 +42,12 @@ class FitCallback(TrainerCallback):
 
     Nothing is drawn from the data or the random numbers of the run: where the exact model fits, the run is bit for bit
     the one without the callback. With a ``length`` among the settings, the first batch is planned for as if its
-    sequences were that long, so that batches up to that length are planned for once. Before a batch that is larger than
-    all before it, by the elements of the model's main input, a step with the plan is simulated. The plan stays if that
-    is within the budget. Otherwise the model is planned again, which is logged; if nothing fits then, the plan stays,
-    with a warning. Under ``DistributedDataParallel`` all processes train by the plan that the first one makes, of the largest batch.
+    sequences were that long, so that batches up to that length are planned for once.
+
+    Before a batch that is larger than all before it, by the elements of the model's main input, a step with the plan is
+    simulated. The plan stays if that is within the budget. Otherwise the model is planned again, which is logged; if
+    nothing fits then, the plan stays, with a warning. Under ``DistributedDataParallel`` all processes train by the plan
+    that the first one makes, of the largest batch.
 
     Where gradients accumulate over several batches, they count as there from the begin of a step. The buckets of
     ``DistributedDataParallel`` are taken from a budget in bytes, which is printed.
