@@ -22,7 +22,7 @@ from rmm_linear.conversion.linears import linear_features
 from rmm_linear.conversion.names import is_conv1d, output_heads
 
 _NESTED = 256  # absolute maxima that are quantized together
-_HEADS = ("lm_head", "score", "classifier", "qa_outputs")  # names of heads that no method of a model returns
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class QuantizedLinear(nn.Module):
@@ -31,11 +31,9 @@ class QuantizedLinear(nn.Module):
     Attributes:
         weight: Packed, two numbers per byte, shape (O · I / 2, 1).
         absmax: Absolute maximum of every block of weights; in 8 bits with double quantization.
-        scale: Scales of absolute maxima in 8 bits, or None.
+        scale: Scales of absolute maxima in 8 bits, or None. Both are no buffers, as in bitsandbytes: a recomputation
+            keeps buffers as the first run saw them, and :class:`rmm_linear.Shards` leaves these whole.
     """
-
-    absmax: Tensor
-    scale: Tensor | None
 
     def __init__(
         self, inputs: int, outputs: int, bias: nn.Parameter | None, dtype: torch.dtype, blocksize: int, *, double: bool
@@ -49,9 +47,8 @@ class QuantizedLinear(nn.Module):
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = bias
         kind = torch.uint8 if double else torch.float32
-        scales = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
-        self.register_buffer("absmax", torch.empty(blocks, device="meta", dtype=kind), persistent=False)
-        self.register_buffer("scale", scales, persistent=False)
+        self.absmax = torch.empty(blocks, device="meta", dtype=kind)
+        self.scale = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return an output without values."""
@@ -84,7 +81,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        with torch.autocast(x.device.type, enabled=False):
+        with torch._C._DisableAutocast():  # of any device
             return F.linear(x, layer.dequantized(), bias)
 
     @staticmethod
@@ -100,8 +97,8 @@ def as_quantised(
 ) -> list[str]:
     """Replace the frozen linear layers of a model on the meta device by stand-ins with weights in 4 bits.
 
-    Layers that train, the head, and layers that share their weight with another module stay, as they do by default in
-    transformers; so do embeddings and norms. Freeze the model before: with PEFT, make the adapters first
+    Layers that train, the head, what comes last in the model, and layers that share their weight with another module
+    stay, as they do by default in transformers; so do embeddings and norms. Freeze the model before: with PEFT, make the adapters first
     (``get_peft_model`` with ``target_modules="all-linear"``), then call this.
 
     model: It is changed. blocksize: Weights with one absolute maximum. double: Whether absolute maxima are quantized too
@@ -113,18 +110,15 @@ def as_quantised(
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 2)).bfloat16()
         >>> _ = model[0].requires_grad_(False)
-        >>> as_quantised(model), model[0].weight.nbytes + sum(one.nbytes for one in model[0].buffers())
-        (['0'], 4228)
+        >>> as_quantised(model), model[0].weight.nbytes, model[0].absmax.nbytes, model[0].scale.nbytes
+        (['0'], 4096, 128, 4)
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_conv1d(module)}
-    heads, users = output_heads(model), _users(model)
+    heads, users = {*output_heads(model), *_last(model)}, _users(model)
     chosen = {
         name: module
         for name, module in layers.items()
-        if not module.weight.requires_grad
-        and module not in heads
-        and not set(name.split(".")) & set(_HEADS)
-        and users[id(module.weight)] == 1
+        if not module.weight.requires_grad and module not in heads and users[id(module.weight)] == 1
     }
     if not chosen:
         raise ValueError(
@@ -143,6 +137,14 @@ def as_quantised(
         instead = QuantizedLinear(inputs, outputs, module.bias, dtype, blocksize, double=double)
         model.set_submodule(name, instead.train(module.training))
     return list(chosen)
+
+
+def _last(model: nn.Module) -> list[nn.Module]:
+    """List the modules in the last part of a model below its wrappers, unless its parts are a list: the head, if any."""
+    while len(children := list(model.children())) == 1:
+        (model,) = children
+    parts = [] if isinstance(model, _LISTS) else children[-1:]
+    return [module for part in parts if not isinstance(part, _LISTS) for module in part.modules()]
 
 
 def _users(model: nn.Module) -> dict[int, int]:
