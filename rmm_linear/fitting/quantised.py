@@ -2,9 +2,9 @@
 
 Frozen linear layers get a stand-in: a weight of two numbers per byte, and scales as bitsandbytes keeps them. A block of
 64 weights has an absolute maximum, in float32 or, as QLoRA does it, in 8 bits with a scale in float32 for 256 of them:
-1/2 + 1/64 + 4/(64 · 256) = 0.516 bytes per parameter, instead of 0.5 + 4/64 = 0.563. Every product dequantizes the weight
-to a temporary of the layer's dtype, in the forward pass (y = x Wᵀ) and again in the backward pass (dX = dY W), and saves
-nothing but the packed weight that is there anyway. There are no values: a stand-in is simulated, it cannot run.
+1/2 + 1/64 + 4/(64 · 256) = 0.516 bytes per parameter, instead of 0.5 + 4/64 = 0.563. Every product dequantizes the
+weight to a temporary of the layer's dtype, in the forward pass (y = x Wᵀ) and again in the backward pass (dX = dY W),
+and saves nothing but the packed weight, which is there anyway. Without values, a stand-in can only be simulated.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient finetuning of quantized LLMs" (arXiv 2305.14314).
 """
@@ -98,11 +98,11 @@ def as_quantised(
     """Replace the frozen linear layers of a model on the meta device by stand-ins with weights in 4 bits.
 
     Layers that train, the head, what comes last in the model, and layers that share their weight with another module
-    stay, as they do by default in transformers; so do embeddings and norms. Freeze the model before: with PEFT, make the adapters first
-    (``get_peft_model`` with ``target_modules="all-linear"``), then call this.
+    stay, as they do by default in transformers; so do embeddings and norms. Freeze the model before: with PEFT, make
+    the adapters first (``get_peft_model`` with ``target_modules="all-linear"``), then call this.
 
-    model: It is changed. blocksize: Weights with one absolute maximum. double: Whether absolute maxima are quantized too
-    (``bnb_4bit_use_double_quant``). compute_dtype: Of products (``bnb_4bit_compute_dtype``); None is each weight's own.
+    model: It is changed. blocksize: Weights with one absolute maximum. double: Whether absolute maxima are quantized
+    too (``bnb_4bit_use_double_quant``). compute_dtype: Of products (``bnb_4bit_compute_dtype``); None is the weight's.
 
     Returns the names of the layers that are replaced.
 
@@ -118,7 +118,7 @@ def as_quantised(
     chosen = {
         name: module
         for name, module in layers.items()
-        if not module.weight.requires_grad and module not in heads and users[id(module.weight)] == 1
+        if name and not module.weight.requires_grad and module not in heads and users[id(module.weight)] == 1
     }
     if not chosen:
         raise ValueError(
@@ -131,20 +131,26 @@ def as_quantised(
             f"as_quantised needs a model on the meta device, got {real} on {chosen[real].weight.device}. Make it under "
             'torch.device("meta"), or load it with bitsandbytes.'
         )
-    for name, module in chosen.items():
-        inputs, outputs = linear_features(module)
-        dtype = compute_dtype or module.weight.dtype
-        instead = QuantizedLinear(inputs, outputs, module.bias, dtype, blocksize, double=double)
-        model.set_submodule(name, instead.train(module.training))
+    instead = {module: _stand_in(module, blocksize, compute_dtype, double=double) for module in chosen.values()}
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if child in instead:
+                parent._modules[name] = instead[child]
     return list(chosen)
 
 
+def _stand_in(layer: Any, blocksize: int, compute_dtype: torch.dtype | None, *, double: bool) -> QuantizedLinear:
+    dtype = compute_dtype or layer.weight.dtype
+    made = QuantizedLinear(*linear_features(layer), layer.bias, dtype, blocksize, double=double)
+    return made.train(layer.training)
+
+
 def _last(model: nn.Module) -> list[nn.Module]:
-    """List the modules in the last part of a model below its wrappers, unless its parts are a list: the head, if any."""
+    """List the modules in the last part of a model, below its wrappers: the head; none if that is a list of blocks."""
     while len(children := list(model.children())) == 1:
         (model,) = children
-    parts = [] if isinstance(model, _LISTS) else children[-1:]
-    return [module for part in parts if not isinstance(part, _LISTS) for module in part.modules()]
+    last = [] if isinstance(model, _LISTS) else [module for part in children[-1:] for module in part.modules()]
+    return [] if any(isinstance(module, nn.ModuleList) for module in last) else last
 
 
 def _users(model: nn.Module) -> dict[int, int]:

@@ -1,9 +1,9 @@
 """Find what quantized layers hold: packed weights, and scales and codes outside of parameters and buffers.
 
-bitsandbytes is known by the classes of its parameters and operators, and is not imported. Its weights on the meta device
-are not quantized yet, as that happens on the way to a device; they count as they will be there. Other packages are known
-by name alone: tensors in attributes of their layers and weights are their state. A tensor subclass that consists of other
-tensors, as those of torchao, is these (:func:`rmm_linear.memory.peak.storages`).
+bitsandbytes is known by the classes of its parameters and operators, and is not imported. Its weights on the meta
+device are not quantized yet, as that happens on the way to a device; they count as they will be there. Other packages
+are known by name alone: tensors in attributes of their layers and weights are their state. A tensor subclass that
+consists of other tensors, such as torchao's, counts as these (:func:`rmm_linear.memory.peak.storages`).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def dequantized_bytes(operator: Any, args: Any, kwargs: Any) -> int:
     return size * x.dtype.itemsize + scales * absmax.dtype.itemsize
 
 
-def _awaits_quantization(parameter: Tensor) -> bool:
+def _awaits_quantization(parameter: Any) -> bool:
     """Say whether a weight on the meta device is one that bitsandbytes quantizes on the way to another."""
     if not parameter.is_meta or not is_of(parameter, ("bitsandbytes",)):
         return False

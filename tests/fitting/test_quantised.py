@@ -71,6 +71,20 @@ def test_classifiers_that_train_in_another_module_stay():
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 6
 
 
+def test_models_without_a_head_have_all_layers_replaced():
+    stack = nn.Module()
+    stack.embedding, stack.encoder = nn.Embedding(4, 4), llama("meta").model.requires_grad_(False)
+    assert len(as_quantised(stack)) == LAYERS
+
+
+def test_a_layer_that_has_two_names_is_replaced_under_both():
+    layer = nn.Linear(64, 64, device="meta").requires_grad_(False)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    as_quantised(model)
+    assert model[0] is model[2]
+    assert type(model[0]) is QuantizedLinear
+
+
 def test_tied_and_trained_layers_stay():
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
@@ -81,7 +95,7 @@ def test_tied_and_trained_layers_stay():
 
 
 def test_errors_name_the_remedy():
-    with pytest.raises(ValueError, match="got 1 linear layers, of which none is. Call get_peft_model first"):
+    with pytest.raises(ValueError, match=r"got 1 linear layers, of which none is\. Call get_peft_model first"):
         as_quantised(nn.Sequential(nn.Linear(4, 4, device="meta")))
     with pytest.raises(ValueError, match="needs a model on the meta device, got 0 on cpu"):
         as_quantised(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False))
@@ -135,10 +149,9 @@ def test_a_step_saves_what_one_with_whole_weights_saves(how):
         assert reports[0].packed.keys() == reports[1].packed.keys()  # gated MLPs among them
 
 
-@pytest.mark.parametrize("allow", [("keep", "recompute"), ("keep", "sketch", "pack")])
-def test_a_model_fits_a_budget(allow):
+def test_a_model_fits_a_budget():
     plain, quantized = adapted()
-    report = fit(quantized, batch("meta"), 0.9, optimizer=torch.optim.AdamW, allow=allow)
+    report = fit(quantized, batch("meta"), 0.9, optimizer=torch.optim.AdamW, allow=("keep", "recompute"))
     assert report.peak <= 0.9 * report.exact_peak
     assert any(block.choice != "keep" for block in report.plan.blocks)
     weights = sizes(plain)

@@ -40,25 +40,18 @@ def bitsandbytes():
 
 
 @pytest.mark.parametrize(("bits", "double"), KINDS)
-def test_the_simulated_peak_is_that_of_the_real_step(bits, double, bitsandbytes):
+def test_quantized_models_count_what_storages_hold_and_what_a_real_step_takes(bits, double, bitsandbytes):
     """Once, fake tensors could not be made: "Creating a new Tensor subclass Params4bit but the raw Tensor …"."""
-    model = both(bits, double)[0]
-    found = simulate(model, batch())
-    assert found.bytes == real_peak(model, batch())
-    assert found.measure == "simulated live tensors"
-
-
-@pytest.mark.parametrize(("bits", "double"), KINDS)
-def test_static_memory_is_what_storages_hold_also_before_quantization(bits, double, bitsandbytes):
     real, meta = both(bits, double)
     kind = bitsandbytes.nn.Linear4bit if bits == 4 else bitsandbytes.nn.Linear8bitLt
-    layers = [module for module in real.modules() if isinstance(module, kind)]
-    assert len(layers) == LAYERS
-    found = static_memory(real)
-    assert found.parameters + found.buffers == held(real)
-    assert static_memory(meta) == found
-    assert simulate(meta, batch("meta")).bytes == simulate(real, batch()).bytes
-    assert static_memory(real).parameters + static_memory(real).buffers == held(real)  # once more, after steps
+    assert sum(isinstance(module, kind) for module in real.modules()) == LAYERS
+    static = static_memory(real)
+    assert static.parameters + static.buffers == held(real)
+    assert static_memory(meta) == static
+    found = simulate(real, batch())
+    assert found.measure == "simulated live tensors"
+    assert found.bytes == simulate(meta, batch("meta")).bytes == real_peak(real, batch())
+    assert static_memory(real) == static  # once more, after steps
 
 
 @pytest.mark.parametrize("bits", [4, 8])
