@@ -138,3 +138,16 @@ def test_a_model_with_tensor_subclasses_fits_a_budget():
     report = fit(model, x, 0.99, allow=("keep", "recompute"))
     assert report.fits
     revert(model)
+
+
+def test_weights_of_torchao_count_as_they_are_packed():
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: nothing asks for it")
+    torch.manual_seed(0)
+    real = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 512, bias=False), nn.GELU()).bfloat16()
+    quantization.quantize_(real[1:], quantization.Int8WeightOnlyConfig())
+    x = torch.randn(4, 16, dtype=torch.bfloat16)
+    assert static_memory(real).parameters == 17 * 64 * 2 + 64 * 512 + 512 * (4 + 1)  # with a scale and a zero point
+    found = simulate(real, x).bytes
+    assert found == real_peak(real, x) > 64 * 512 * 2
+    real.to("meta")
+    assert simulate(real, x.to("meta")).bytes == found
