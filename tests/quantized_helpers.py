@@ -15,8 +15,8 @@ with warnings.catch_warnings():
     from peft import LoraConfig, get_peft_model
 
 WORDS, BATCH, TOKENS = 100, 2, 32
-SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
-LAYERS = 14
+SHAPE = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 512}
+LAYERS = 7
 
 
 def llama(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:

@@ -81,21 +81,18 @@ def test_the_dequantized_weight_is_there_in_both_passes(double, bitsandbytes):
         assert TEMPORARY + scales <= highest < TEMPORARY + scales + 6 * WIDTH * 4, moment
 
 
-def test_plans_take_the_bytes_of_the_real_step_and_fit(bitsandbytes):
-    real, meta = both(4)
-    report = fit(meta, batch("meta"), 0.85, optimizer=torch.optim.AdamW, allow=("keep", "recompute"))
-    assert {block.choice for block in report.plan.blocks} == {"keep", "recompute"}
-    assert report.static.parameters + report.static.buffers == held(real)
-    report.plan.revert()
-    plan = BlockPlan([PlannedBlock(block.name, block.choice) for block in report.plan.blocks])
-    plan.apply(real)
-    found = plan.simulated(batch()).bytes
-    plan.revert()
-    assert found == report.peak - report.static.before_step
+def test_plans_take_the_bytes_of_the_real_step(bitsandbytes):
+    found = []
+    for model, device in zip(both(4), ("cpu", "meta"), strict=True):
+        plan = BlockPlan([PlannedBlock("base_model.model.model.layers.0", "recompute")])
+        plan.apply(model)
+        found.append(simulate(model, batch(device)).bytes)
+        if device == "cpu":
+            real = real_peak(model, batch())
+        plan.revert()
+    assert found[0] == found[1]
     # Inside of an operator, the weight of a forward pass is seen by no count of live tensors on a CPU.
-    plan.apply(real)
-    assert 0 <= found - real_peak(real, batch()) <= 128 * 512 * 2 + 2 * 4 * 128 * 512 // 64
-    plan.revert()
+    assert 0 <= found[0] - real <= 128 * 512 * 2 + 2 * 4 * 128 * 512 // 64
 
 
 def test_a_search_for_gated_mlps_leaves_weights_that_train(bitsandbytes, monkeypatch):
@@ -107,7 +104,7 @@ def test_a_search_for_gated_mlps_leaves_weights_that_train(bitsandbytes, monkeyp
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu, module.compute_dtype, module.compute_type_is_set = True, None, False
     model = with_adapters(model)
-    assert sum(name.endswith(".mlp") for name in convert(model).packed) == 2
+    assert sum(name.endswith(".mlp") for name in convert(model).packed) == 1
     assert packed == []
     layer = model.base_model.model.model.layers[0].mlp.up_proj.base_layer
     assert layer.support_avx512bf16_for_cpu
