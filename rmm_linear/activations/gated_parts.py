@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.autocast import is_autocast
+from rmm_linear.memory.quantized import undisturbed
 from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.pointwise import FUNCTIONS
 
@@ -124,7 +125,7 @@ def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
     for features in dict.fromkeys(width[0] for width in widths.values()):
         x = torch.randn(1, _TOKENS, features, generator=generator, device="cpu")
         x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
-        with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with _eval_mode(module), undisturbed(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             try:
                 parts, has_run = _probe(module, forward, x, *(kinds.items() or [(None, "")])), True
             except Exception:  # a forward that takes other arguments, or an input of another width

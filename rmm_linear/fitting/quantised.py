@@ -2,9 +2,9 @@
 
 Frozen linear layers get a stand-in: a weight of two numbers per byte, and scales as bitsandbytes keeps them. A block of
 64 weights has an absolute maximum, in float32 or, as QLoRA does it, in 8 bits with a scale in float32 for 256 of them:
-1/2 + 1/64 + 4/(64 · 256) = 0.516 bytes per parameter, instead of 0.5 + 4/64 = 0.563. Every product dequantizes the weight
-to a temporary of the layer's dtype, in the forward pass (y = x Wᵀ) and again in the backward pass (dX = dY W), and saves
-nothing but the packed weight that is there anyway. There are no values: a stand-in is simulated, it cannot run.
+1/2 + 1/64 + 4/(64 · 256) = 0.516 bytes per parameter, instead of 0.5 + 4/64 = 0.563. Every product dequantizes the
+weight to a temporary of the layer's dtype, in the forward pass (y = x Wᵀ) and again in the backward pass (dX = dY W),
+and saves nothing but the packed weight, which is there anyway. Without values, a stand-in can only be simulated.
 
 Source: Dettmers et al. 2023, "QLoRA: Efficient finetuning of quantized LLMs" (arXiv 2305.14314).
 """
@@ -22,7 +22,7 @@ from rmm_linear.conversion.linears import linear_features
 from rmm_linear.conversion.names import is_conv1d, output_heads
 
 _NESTED = 256  # absolute maxima that are quantized together
-_HEADS = ("lm_head", "score", "classifier", "qa_outputs")  # names of heads that no method of a model returns
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class QuantizedLinear(nn.Module):
@@ -31,11 +31,9 @@ class QuantizedLinear(nn.Module):
     Attributes:
         weight: Packed, two numbers per byte, shape (O · I / 2, 1).
         absmax: Absolute maximum of every block of weights; in 8 bits with double quantization.
-        scale: Scales of absolute maxima in 8 bits, or None.
+        scale: Scales of absolute maxima in 8 bits, or None. Both are no buffers, as in bitsandbytes: a recomputation
+            keeps buffers as the first run saw them, and :class:`rmm_linear.Shards` leaves these whole.
     """
-
-    absmax: Tensor
-    scale: Tensor | None
 
     def __init__(
         self, inputs: int, outputs: int, bias: nn.Parameter | None, dtype: torch.dtype, blocksize: int, *, double: bool
@@ -49,9 +47,8 @@ class QuantizedLinear(nn.Module):
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = bias
         kind = torch.uint8 if double else torch.float32
-        scales = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
-        self.register_buffer("absmax", torch.empty(blocks, device="meta", dtype=kind), persistent=False)
-        self.register_buffer("scale", scales, persistent=False)
+        self.absmax = torch.empty(blocks, device="meta", dtype=kind)
+        self.scale = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return an output without values."""
@@ -84,7 +81,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantizedLinear) -> Tensor:
         ctx.layer = layer
-        with torch.autocast(x.device.type, enabled=False):
+        with torch._C._DisableAutocast():  # of any device
             return F.linear(x, layer.dequantized(), bias)
 
     @staticmethod
@@ -100,12 +97,12 @@ def as_quantised(
 ) -> list[str]:
     """Replace the frozen linear layers of a model on the meta device by stand-ins with weights in 4 bits.
 
-    Layers that train, the head, and layers that share their weight with another module stay, as they do by default in
-    transformers; so do embeddings and norms. Freeze the model before: with PEFT, make the adapters first
-    (``get_peft_model`` with ``target_modules="all-linear"``), then call this.
+    Layers that train, the head, what comes last in the model, and layers that share their weight with another module
+    stay, as they do by default in transformers; so do embeddings and norms. Freeze the model before: with PEFT, make
+    the adapters first (``get_peft_model`` with ``target_modules="all-linear"``), then call this.
 
-    model: It is changed. blocksize: Weights with one absolute maximum. double: Whether absolute maxima are quantized too
-    (``bnb_4bit_use_double_quant``). compute_dtype: Of products (``bnb_4bit_compute_dtype``); None is each weight's own.
+    model: It is changed. blocksize: Weights with one absolute maximum. double: Whether absolute maxima are quantized
+    too (``bnb_4bit_use_double_quant``). compute_dtype: Of products (``bnb_4bit_compute_dtype``); None is the weight's.
 
     Returns the names of the layers that are replaced.
 
@@ -113,18 +110,15 @@ def as_quantised(
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 2)).bfloat16()
         >>> _ = model[0].requires_grad_(False)
-        >>> as_quantised(model), model[0].weight.nbytes + sum(one.nbytes for one in model[0].buffers())
-        (['0'], 4228)
+        >>> as_quantised(model), model[0].weight.nbytes, model[0].absmax.nbytes, model[0].scale.nbytes
+        (['0'], 4096, 128, 4)
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_conv1d(module)}
-    heads, users = output_heads(model), _users(model)
+    heads, users = {*output_heads(model), *_last(model)}, _users(model)
     chosen = {
         name: module
         for name, module in layers.items()
-        if not module.weight.requires_grad
-        and module not in heads
-        and not set(name.split(".")) & set(_HEADS)
-        and users[id(module.weight)] == 1
+        if name and not module.weight.requires_grad and module not in heads and users[id(module.weight)] == 1
     }
     if not chosen:
         raise ValueError(
@@ -137,12 +131,26 @@ def as_quantised(
             f"as_quantised needs a model on the meta device, got {real} on {chosen[real].weight.device}. Make it under "
             'torch.device("meta"), or load it with bitsandbytes.'
         )
-    for name, module in chosen.items():
-        inputs, outputs = linear_features(module)
-        dtype = compute_dtype or module.weight.dtype
-        instead = QuantizedLinear(inputs, outputs, module.bias, dtype, blocksize, double=double)
-        model.set_submodule(name, instead.train(module.training))
+    instead = {module: _stand_in(module, blocksize, compute_dtype, double=double) for module in chosen.values()}
+    for parent in [*model.modules()]:
+        for name, child in parent._modules.items():
+            if child in instead:
+                parent._modules[name] = instead[child]
     return list(chosen)
+
+
+def _stand_in(layer: Any, blocksize: int, compute_dtype: torch.dtype | None, *, double: bool) -> QuantizedLinear:
+    dtype = compute_dtype or layer.weight.dtype
+    made = QuantizedLinear(*linear_features(layer), layer.bias, dtype, blocksize, double=double)
+    return made.train(layer.training)
+
+
+def _last(model: nn.Module) -> list[nn.Module]:
+    """List the modules in the last part of a model, below its wrappers: the head; none if that is a list of blocks."""
+    while len(children := list(model.children())) == 1:
+        (model,) = children
+    last = [] if isinstance(model, _LISTS) else [module for part in children[-1:] for module in part.modules()]
+    return [] if any(isinstance(module, nn.ModuleList) for module in last) else last
 
 
 def _users(model: nn.Module) -> dict[int, int]:

@@ -1,9 +1,9 @@
 """Find what quantized layers hold: packed weights, and scales and codes outside of parameters and buffers.
 
-bitsandbytes is known by the classes of its parameters and operators, and is not imported. Its weights on the meta device
-are not quantized yet, as that happens on the way to a device; they count as they will be there. Other packages are known
-by name alone: tensors in attributes of their layers and weights are their state. A tensor subclass that consists of other
-tensors, as those of torchao, is these (:func:`rmm_linear.memory.peak.storages`).
+bitsandbytes is known by the classes of its parameters and operators, and is not imported. Its weights on the meta
+device are not quantized yet, as that happens on the way to a device; they count as they will be there. Other packages
+are known by name alone: tensors in attributes of their layers and weights are their state. A tensor subclass that
+consists of other tensors, such as torchao's, counts as these (:func:`rmm_linear.memory.peak.storages`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-QUANTIZERS = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "hqq", "optimum.quanto")  # packages with layers
+# Packages with layers; the last has stand-ins for those of bitsandbytes.
+QUANTIZERS = (
+    "bitsandbytes", "auto_gptq", "gptqmodel", "awq", "hqq", "optimum.quanto", "rmm_linear.fitting.quantised",
+)  # fmt: skip
 _OF_MODULES = frozenset(vars(nn.Module()))
 _NESTED = 256  # absolute maxima of blocks that bitsandbytes quantizes together
 _CODES, _NESTED_CODES = 16, 256
+_PACKS_ON_CPU = "support_avx512bf16_for_cpu"
 
 
 def is_of(thing: Any, packages: tuple[str, ...] = QUANTIZERS) -> bool:
@@ -60,13 +64,27 @@ def replaced_weight(parameter: Tensor, replace: Callable[[Tensor], Tensor]) -> T
 @contextmanager
 def replaced_states(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace the tensors in attributes of quantized layers inside the block; all their attributes are restored."""
-    layers = [module for module in model.modules() if is_of(module)]
-    before = [dict(vars(layer)) for layer in layers]
-    try:
+    with undisturbed(model) as layers:
         for layer in layers:
             own = {name: value for name, value in vars(layer).items() if name not in _OF_MODULES}
             vars(layer).update({name: _replaced(value, replace) for name, value in own.items()})
         yield
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Let quantized layers run inside the block, and restore their attributes after it.
+
+    Layers of bitsandbytes take the dtype of products from the first input that they see. On some CPUs they pack weights
+    in another way in eval mode, for good, and no gradient comes back through these: not inside the block.
+    """
+    layers = [module for module in model.modules() if is_of(module)]
+    before = [dict(vars(layer)) for layer in layers]
+    try:
+        for layer in layers:
+            if hasattr(layer, _PACKS_ON_CPU):
+                setattr(layer, _PACKS_ON_CPU, False)
+        yield layers
     finally:
         for layer, attributes in zip(layers, before, strict=True):
             for name in vars(layer).keys() - attributes.keys():
@@ -81,14 +99,15 @@ def dequantized_bytes(operator: Any, args: Any, kwargs: Any) -> int:
     """
     if operator._schema.name != "bitsandbytes::gemm_4bit":
         return 0
-    x, _, shape, absmax, blocksize = args[:5]
-    is_nested = (kwargs or {}).get("absmax_8bit") is not None
+    names = (argument.name for argument in operator._schema.arguments)
+    x, _, shape, absmax, blocksize, *_ = args
+    given = dict(zip(names, args, strict=False)) | (kwargs or {})
     size = shape[0] * shape[1]
-    scales = 2 * is_nested * -(-size // blocksize)  # without and with their offset
+    scales = 2 * -(-size // blocksize) if given.get("absmax_8bit") is not None else 0  # without and with their offset
     return size * x.dtype.itemsize + scales * absmax.dtype.itemsize
 
 
-def _awaits_quantization(parameter: Tensor) -> bool:
+def _awaits_quantization(parameter: Any) -> bool:
     """Say whether a weight on the meta device is one that bitsandbytes quantizes on the way to another."""
     if not parameter.is_meta or not is_of(parameter, ("bitsandbytes",)):
         return False

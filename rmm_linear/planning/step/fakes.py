@@ -6,10 +6,43 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from rmm_linear.memory.peak import consists_of_others
 from rmm_linear.memory.quantized import is_of, replaced_weight
+
+_GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+_ALIGNED = 16  # bytes, of which rows are multiples on CUDA
+
+
+class _AnyDtype(FakeTensorMode):
+    """Multiplies groups in every dtype, as the real operator does; PyTorch's rule for fakes has bfloat16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _GROUPED and not consists_of_others(set(types) - {FakeTensor}):
+            return _grouped(self, *args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped(
+    mode: FakeTensorMode,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return a product of (M, K) or (G, M, K) with (K, N) or (G, K, N); ``offs`` divides what has no dimension G."""
+    del bias  # there is none yet
+    groups = () if a.dim() != b.dim() else (a.shape[0] if offs is None else offs.shape[0],)
+    dtype, rows, columns = out_dtype or a.dtype, a.shape[-2], b.shape[-1]
+    step = _ALIGNED // dtype.itemsize if a.device.type == "cuda" else 1
+    width = -(-columns // step) * step
+    with mode:
+        return torch.empty_strided(
+            (*groups, rows, columns), (*(rows * width for _ in groups), width, 1), dtype=dtype, device=a.device
+        )
 
 
 class Fakes:
@@ -21,7 +54,7 @@ class Fakes:
 
     def __init__(self) -> None:
         """Begin without any."""
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = _AnyDtype(allow_non_fake_inputs=True)
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of a tensor, which is kept with its own
 
     def __call__(self, tensor: Tensor) -> Tensor:
