@@ -16,7 +16,7 @@ from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.resize import resized, sequences_of
-from rmm_linear.fitting.search import Search, Sizes, check_size
+from rmm_linear.fitting.search import SizeSearch, Sizes, check_size
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.plan import BlockPlan
 
@@ -108,7 +108,7 @@ def max_batch(
             model, sizes.batch(count), memory, optimizer=optimizer, allow=allow, folder=folder, shards=shards
         )
         # The batch may be two copies of a sequence, whose gradients are alike: noise is that of the example.
-        found = Search(work, sizes).find(max_noise, example)
+        found = SizeSearch(work, sizes).find(max_noise, example)
     return LargestBatch(
         found.size, found.exact, found.checkpointed, found.plan, found.peak, work.total or 0, found.notes
     )

@@ -80,7 +80,7 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-class Search:
+class SizeSearch:
     """A search by the steps of one fit."""
 
     def __init__(self, work: Fitting, sizes: Sizes) -> None:
