@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from rmm_linear.fitting.fit import fit
     from rmm_linear.fitting.largest import LargestBatch, max_batch
+    from rmm_linear.fitting.longest import LongestSequence, max_length
     from rmm_linear.fitting.report import FitReport
     from rmm_linear.fitting.shards import Shards
     from rmm_linear.layers.function import sketched_linear
@@ -36,6 +37,7 @@ __all__ = [
     "ConvertedLayer",
     "FitReport",
     "LargestBatch",
+    "LongestSequence",
     "PackedEntry",
     "RMMConfig",
     "RMMLinear",
@@ -45,6 +47,7 @@ __all__ = [
     "fit",
     "load_sketch_state",
     "max_batch",
+    "max_length",
     "read_sketch_state",
     "revert",
     "save_sketch_state",
@@ -59,6 +62,7 @@ _MODULES = {
     "ConvertedLayer": "conversion.report",
     "FitReport": "fitting.report",
     "LargestBatch": "fitting.largest",
+    "LongestSequence": "fitting.longest",
     "PackedEntry": "conversion.report",
     "RMMConfig": "config",
     "RMMLinear": "layers.linear",
@@ -67,6 +71,7 @@ _MODULES = {
     "fit": "fitting.fit",
     "load_sketch_state": "conversion.state",
     "max_batch": "fitting.largest",
+    "max_length": "fitting.longest",
     "read_sketch_state": "conversion.state",
     "revert": "conversion.exact",
     "save_sketch_state": "conversion.state",

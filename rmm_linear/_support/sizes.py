@@ -42,3 +42,18 @@ def show_bytes(count: int) -> str:
         if units[0] == "bytes"
         else f"{size:.{0 if size >= 100 else 1 if size >= 10 else 2}f} {units[0]}"
     )
+
+
+def show_both(count: int) -> str:
+    """Write a number of bytes in powers of 1000 and of 1024, as "80GB" is 74.5 GiB.
+
+    Example:
+        >>> show_both(80_000_000_000), show_both(28)
+        ('80.0 GB (74.5 GiB)', '28 bytes')
+    """
+    if count < 1000:
+        return show_bytes(count)
+    size, units = float(count), ["bytes", "KB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.{0 if size >= 100 else 1 if size >= 10 else 2}f} {units[0]} ({show_bytes(count)})"

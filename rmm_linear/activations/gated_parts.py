@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.autocast import is_autocast
+from rmm_linear.memory.quantized import undisturbed
 from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.pointwise import FUNCTIONS
 
@@ -124,7 +125,7 @@ def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
     for features in dict.fromkeys(width[0] for width in widths.values()):
         x = torch.randn(1, _TOKENS, features, generator=generator, device="cpu")
         x = x.to(tensors[0].device, dtypes[0] if dtypes else torch.float32)
-        with _eval_mode(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with _eval_mode(module), undisturbed(module), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             try:
                 parts, has_run = _probe(module, forward, x, *(kinds.items() or [(None, "")])), True
             except Exception:  # a forward that takes other arguments, or an input of another width
@@ -146,13 +147,12 @@ def _narrow_copy(module: nn.Module, widths: dict[str, tuple[int, int]]) -> nn.Mo
     for name, pair in widths.items():
         features, outputs = (width // divisor * factor for width in pair)
         own = module.get_submodule(name)
-        weight = next(own.parameters(), None)
-        if weight is None or not weight.is_floating_point():
-            return None
-        child = nn.Linear(features, outputs, getattr(own, "bias", None) is not None, "meta", weight.dtype)
+        # Of quantized weights, any floating dtype will do: theirs is not told by the packed ones.
+        dtype = next((weight.dtype for weight in own.parameters() if weight.is_floating_point()), torch.float32)
+        child = nn.Linear(features, outputs, getattr(own, "bias", None) is not None, "meta", dtype)
         for kind, parameter in child.named_parameters():
             values = torch.randn(parameter.shape, generator=generator, device="cpu") / features**0.5
-            child._parameters[kind] = nn.Parameter(values.to(weight.dtype), False)
+            child._parameters[kind] = nn.Parameter(values.to(dtype), False)
         children[name] = child
     copy = object.__new__(type(module))
     vars(copy).update({**vars(module), "_modules": children})

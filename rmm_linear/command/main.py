@@ -17,6 +17,9 @@ The model has random weights, which do not change the bytes."""
 _FIT = """Choose for every block of a model whether it saves, compresses, recomputes or offloads its activations, so
 that a training process fits a budget. Print the plan with its bytes, time and variance ratio. Nothing is trained. The
 model has random weights: bytes do not depend on them, variances do."""
+_LONGEST = """Find the longest sequence with which a training step fits into memory by a plan, exactly, and with every
+block recomputed. Steps are simulated on a model without weights, in bfloat16, which takes some minutes at any length.
+"""
 _OTHERS = {  # commands with a parser, and a --help, of their own
     "variance": (
         "rmm_linear.variance.__main__",
@@ -24,7 +27,7 @@ _OTHERS = {  # commands with a parser, and a --help, of their own
     ),
     "glue": ("glue_finetune.__main__", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
-_COMMANDS = ("explain", "fit", *_OTHERS, "version")
+_COMMANDS = ("explain", "fit", "longest", *_OTHERS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rmm_linear.command.fit import fit_model
 
         return fit_model(arguments)
+    if arguments.command == "longest":
+        from rmm_linear.command.longest import find_longest
+
+        return find_longest(arguments)
     parser.print_help()
     return 2
 
@@ -64,7 +71,7 @@ def _run_other(name: str, words: list[str]) -> int:
 
 def _help_all() -> int:
     """Print the help of the command, and of those below it that have flags."""
-    for words in ([], ["explain"], ["fit"], *([name] for name in _OTHERS)):
+    for words in ([], ["explain"], ["fit"], ["longest"], *([name] for name in _OTHERS)):
         with suppress(SystemExit):
             main([*words, "--help"])
         print()
@@ -110,10 +117,52 @@ def _parser() -> argparse.ArgumentParser:
         help="what blocks may do: keep, sketch, pack, recompute, offload (default: all)",
     )
     fit.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
+    longest = commands.add_parser("longest", help="the longest sequence that fits into memory", description=_LONGEST)
+    _add_longest(longest)
     for name, (_, text) in _OTHERS.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("version", help="versions and backends of this machine, for a bug report")
     return parser
+
+
+def _add_longest(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, gpt-oss-20b or roberta-base, without a network; or a folder "
+        "written by save_pretrained, or a model of the hub, of which the configuration is read",
+    )
+    command.add_argument("--memory", required=True, metavar="SIZE", help="of the device, such as 80GB or 80GiB")
+    command.add_argument(
+        "--method", choices=("lora", "qlora", "full"), default="lora", help="what is trained (default: %(default)s)"
+    )
+    command.add_argument("--rank", type=int, default=16, help="of the adapters (default: %(default)s)")
+    command.add_argument(
+        "--adapters",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="their dtype (default: %(default)s); PEFT's own default is float32",
+    )
+    command.add_argument(
+        "--batch-size", "--batch_size", type=int, default=1, help="sequences of a batch (default: %(default)s)"
+    )
+    command.add_argument("--multiple", type=int, default=64, help="lengths are multiples of it (default: %(default)s)")
+    command.add_argument(
+        "--optimizer",
+        choices=("adamw", "sgd", "none"),
+        default="adamw",
+        help="whose state is counted; adamw is fused (default: %(default)s)",
+    )
+    command.add_argument(
+        "--offload-state",
+        "--offload_state",
+        action="store_true",
+        help="keep parameters, gradients and the optimizer's state on the host, and a layer at a time on the device",
+    )
+    command.add_argument("--host-memory", "--host_memory", metavar="SIZE", help="for activations on the host")
+    command.add_argument("--bandwidth", metavar="RATE", help="of copies to the host, such as 25GB/s")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.validation import check_integer
+from rmm_linear.command.known_models import KNOWN
 from rmm_linear.variance.survey.batches import import_transformers, model_class, read_batches
 
 # What the input of a user raises in a command, which prints it.
@@ -21,14 +22,30 @@ ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeEr
 
 def random_model(name: str) -> nn.Module:
     """Make a model with random weights."""
+    settings = _configuration(name)
+    torch.manual_seed(0)
+    return model_class(settings)(settings).train()
+
+
+def model_on_meta(name: str) -> Any:
+    """Make a model without weights, in bfloat16: of a folder, of the hub, or one whose sizes are known here."""
+    if name in KNOWN and not Path(name).is_dir():
+        kind, fields = KNOWN[name]
+        settings = import_transformers().AutoConfig.for_model(kind, **fields)
+    else:
+        settings = _configuration(name)
+    settings.use_cache = False
+    with torch.device("meta"):
+        return model_class(settings)._from_config(settings, dtype=torch.bfloat16).train()
+
+
+def _configuration(name: str) -> Any:
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(
             f"MODEL must be a folder written by save_pretrained, or the name of a model of the hub, got {name}, which "
             "is not there."
         )
-    settings = import_transformers().AutoConfig.from_pretrained(name)
-    torch.manual_seed(0)
-    return model_class(settings)(settings).train()
+    return import_transformers().AutoConfig.from_pretrained(name)
 
 
 def check_batch(arguments: argparse.Namespace) -> None:
@@ -40,7 +57,7 @@ def check_batch(arguments: argparse.Namespace) -> None:
 def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
     """Read or make a batch."""
     if arguments.batch is None:
-        return _random_batch(model, arguments.size, arguments.length)
+        return random_batch(model, arguments.size, arguments.length)
     return read_batches(Path(arguments.batch))[0]
 
 
@@ -64,7 +81,7 @@ def running(model: nn.Module, is_random: bool) -> Iterator[None]:
         raise ValueError(f"The model does not take this batch: {got}. {remedy}{takes}") from error
 
 
-def _random_batch(model: Any, size: int, length: int) -> dict[str, torch.Tensor]:
+def random_batch(model: Any, size: int, length: int) -> dict[str, torch.Tensor]:
     """Return random tokens and labels; a ValueError if the model takes something else."""
     if not isinstance(model.get_input_embeddings(), nn.Embedding) or model.main_input_name != "input_ids":
         raise ValueError(

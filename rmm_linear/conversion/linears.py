@@ -19,11 +19,11 @@ from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selecte
 from rmm_linear.layers.converted import joined_class
 from rmm_linear.layers.linear import RMMLinear
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
+from rmm_linear.memory.quantized import QUANTIZERS
 
 logger = logging.getLogger(__name__)
 
-_QUANTIZERS = ("bitsandbytes", "auto_gptq", "gptqmodel", "awq", "hqq", "optimum.quanto")  # packages with layers
-_QUANTIZED_WEIGHTS = (*_QUANTIZERS, "torchao")  # layers of torchao's may train
+_QUANTIZED_WEIGHTS = (*QUANTIZERS, "torchao")  # layers of torchao's may train
 _QUANTIZED = "is quantized: convert the model before quantization, or after get_peft_model has put adapters on it"
 
 
@@ -150,7 +150,7 @@ def is_quantized(module: nn.Module) -> bool:
     has_codes = isinstance(weight, torch.Tensor) and not (weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
     return (
         "quantized" in type(module).__module__
-        or f"{type(module).__module__}.".startswith(tuple(f"{name}." for name in _QUANTIZERS))
+        or f"{type(module).__module__}.".startswith(tuple(f"{name}." for name in QUANTIZERS))
         or f"{type(weight).__module__}.".startswith(tuple(f"{name}." for name in _QUANTIZED_WEIGHTS))
         or (has_codes and is_linear_like(module))
     )

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
 from rmm_linear._support.validation import check_integer
+from rmm_linear.memory.quantized import as_held
 from rmm_linear.planning.blocks.find import find_blocks, owner_of
 
 
@@ -109,8 +110,9 @@ def gathered_bytes(model: nn.Module, shards: Shards | None = None) -> int:
 
 def _gathered(parameter: Tensor, shards: Shards | None) -> int:
     """Return the bytes of a whole parameter, with the padding of all ranks."""
-    whole = size_bytes(parameter.shape, parameter.dtype)
-    return whole if shards is None else size_bytes(shards.shape(parameter.shape), parameter.dtype) * shards.ranks
+    held = as_held(parameter)[0]
+    whole = size_bytes(held.shape, held.dtype)
+    return whole if shards is None else size_bytes(shards.shape(held.shape), held.dtype) * shards.ranks
 
 
 def _worst(weights: Sequence[int], gradients: Sequence[int]) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.fitting.optimizer_state import OptimizerMemory, optimizer_memory, state_on
 from rmm_linear.fitting.shards import Shards, gathered_bytes, local, local_bytes
-from rmm_linear.memory.peak import storages
+from rmm_linear.memory.peak import parts, storages
+from rmm_linear.memory.quantized import as_held, states
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class StaticMemory:
     """Memory of a training run in addition to its activations, in bytes per device and rank.
 
     Attributes:
-        parameters: Of the model; weights that are tied, and views of one memory, count once.
-        buffers: Of the model, counted in the same way, without what parameters have.
+        parameters: Of the model; weights that are tied, and views of one memory, count once. Quantized ones are packed.
+        buffers: Of the model, and scales and codes that quantized weights keep outside of parameters and buffers;
+            counted in the same way, without what parameters have.
         gradients: Of all parameters that require a gradient.
         optimizer: State of the optimizer, once it has made a step.
         optimizer_transient: Peak of the temporaries of the optimizer's step.
@@ -60,8 +62,9 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     numbers stay as they are. The model may lie on a device, on the meta device, or consist of fake tensors.
 
     A budget is one device's. If the model is on an accelerator, what lies on the CPU is not counted; what lies on
-    several accelerators is counted together. Memory that quantized weights keep outside of parameters and buffers is
-    not counted.
+    several accelerators is counted together. Quantized weights count as they are packed, with their scales: also those
+    of bitsandbytes on the meta device, which it quantizes on the way to another one, and tensor subclasses that consist
+    of other tensors, such as torchao's. Other packages' count if they keep tensors in attributes of their layers.
 
     model: One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor``
     parameters), the local parts count, and what ``fully_shard`` gathers. optimizer: An instance, a class that will
@@ -77,27 +80,30 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     everything = [*model.parameters(), *model.buffers()]
     _check(model, everything, shards)
     accelerated = any(_device_type(tensor) not in ("cpu", "meta") for tensor in everything)
-    parameters = [parameter for parameter in model.parameters() if state_on(parameter, accelerated)]
-    buffers = [buffer for buffer in model.buffers() if state_on(buffer, accelerated)]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    counted = [parameter for parameter in model.parameters() if state_on(parameter, accelerated)]
+    trained = [parameter for parameter in counted if parameter.requires_grad]
+    weights = [as_held(parameter) for parameter in counted]
+    parameters = [part for weight, _ in weights for part in parts(local(weight.detach()))]
+    kept = [*model.buffers(), *states(model), *(tensor for _, state in weights for tensor in state)]
+    buffers = [buffer for buffer in kept if state_on(buffer, accelerated)]
     held = _storages(parameters)
     gradients = local_bytes(trained, shards)
     buckets = isinstance(model, nn.parallel.DistributedDataParallel) and not model.gradient_as_bucket_view
-    kept = shards is None or not shards.cpu_offload
+    stays = shards is None or not shards.cpu_offload
     needed = OptimizerMemory()
     if optimizer is not None and trained:
         device = next((p.device for p in trained if p.device.type != "cpu"), trained[0].device)
         needed = optimizer_memory(optimizer, trained, device, shards)
     whole = local_bytes(parameters, shards) if shards else sum(held.values())
     return StaticMemory(
-        parameters=kept * whole,
+        parameters=stays * whole,
         buffers=sum((_storages(buffers) | held).values()) - sum(held.values()),
-        gradients=kept * gradients,
-        optimizer=kept * needed.state,
-        optimizer_transient=kept * needed.transient,
+        gradients=stays * gradients,
+        optimizer=stays * needed.state,
+        optimizer_transient=stays * needed.transient,
         ddp_buckets=gradients if buckets else 0,
         gathered=gathered_bytes(model, shards),
-        host=(not kept) * (whole + gradients + needed.state),
+        host=(not stays) * (whole + gradients + needed.state),
     )
 
 

@@ -6,14 +6,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from rmm_linear._support.sizes import read_bytes
-from rmm_linear._support.validation import did_you_mean
+from rmm_linear._support.validation import check_integer, did_you_mean
 from rmm_linear.planning.budget import LEAST
 
-SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth")
+SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth", "length")
 
 
 def read_fit(fit: object) -> dict[str, Any]:
     """Read what a user gave as ``fit``: a budget as :func:`rmm_linear.fit` takes it, or a mapping of its arguments.
+
+    In addition, a mapping may have the length of the longest sequence that will come.
 
     Example:
         >>> read_fit("8GB"), read_fit({"memory": 0.5, "max_noise": 0.1})
@@ -36,6 +38,7 @@ def read_fit(fit: object) -> dict[str, Any]:
         raise ValueError(f'memory as a share must be in (0, 1], got {memory}. Use a text such as "8GB" for bytes.')
     if memory is not None and memory != LEAST and not isinstance(memory, float):
         read_bytes("memory", memory)
+    check_integer("length", settings.get("length"), optional=True)
     return settings
 
 

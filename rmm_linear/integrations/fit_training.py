@@ -19,7 +19,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from rmm_linear._support.sizes import read_bytes, show_bytes
 from rmm_linear.fitting.fit import fit
+from rmm_linear.fitting.fitting import peak_in_training
 from rmm_linear.fitting.report import FitReport
+from rmm_linear.fitting.resize import length_of, lengthened, usable_positions
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.integrations.fit_processes import from_first, largest_of_all, shared_batch
 from rmm_linear.integrations.fit_settings import as_json, read_fit
@@ -39,9 +41,13 @@ class FitCallback(TrainerCallback):
     """Plans the Trainer's model with :func:`rmm_linear.fit` in the first step, on the batch of that step.
 
     Nothing is drawn from the data or the random numbers of the run: where the exact model fits, the run is bit for bit
-    the one without the callback. Before a batch that is larger than all before it, by the elements of the model's main
-    input, the model is planned again with it, which is logged; if nothing fits then, the plan stays, with a warning.
-    Under ``DistributedDataParallel`` all processes train by the plan that the first one makes, of the largest batch.
+    the one without the callback. With a ``length`` among the settings, the first batch is planned for as if its
+    sequences were that long, so that batches up to that length are planned for once.
+
+    Before a batch that is larger than all before it, by the elements of the model's main input, a step with the plan is
+    simulated. The plan stays if that is within the budget. Otherwise the model is planned again, which is logged; if
+    nothing fits then, the plan stays, with a warning. Under ``DistributedDataParallel`` all processes train by the plan
+    that the first one makes, of the largest batch.
 
     Where gradients accumulate over several batches, they count as there from the begin of a step. The buckets of
     ``DistributedDataParallel`` are taken from a budget in bytes, which is printed.
@@ -49,8 +55,8 @@ class FitCallback(TrainerCallback):
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
 
-    fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit`. around: Makes a context in which the
-    model is planned.
+    fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
+    which the model is planned.
 
     Attributes:
         fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
@@ -106,7 +112,7 @@ class FitCallback(TrainerCallback):
         self._plan, self._largest, self.fit_report = None, 0, None
         if plan is None:
             return
-        noted = next((entry[ENTRY] for entry in reversed(trainer.state.log_history) if ENTRY in entry), None)
+        noted = next(reversed(self._entries()), None)
         if noted is None:
             logger.warning("The model has a plan already: fit leaves it. Call rmm_linear.revert(model) for a new one.")
             self._largest = math.inf
@@ -123,18 +129,59 @@ class FitCallback(TrainerCallback):
         trainer, inputs = self._trainer, arguments_of_step(args, kwargs)["inputs"]
         size, source = largest_of_all(_elements(trainer.model, inputs), trainer.args.device)
         if size > self._largest:
-            before, self._largest = self._largest, size
-            inputs = trainer._prepare_inputs(shared_batch(inputs, source, trainer.args.device))
+            inputs, before = trainer._prepare_inputs(shared_batch(inputs, source, trainer.args.device)), self._largest
+            if not before:
+                inputs = self._at_length(inputs)
+            self._largest = size = _elements(trainer.model, inputs)
             with self.around():
                 trainer.model.train()  # as the step does; an evaluation may have been before it
                 self._replan(inputs, int(before), size)
         return step(*args, **kwargs)
+
+    def _at_length(self, inputs: Any) -> Any:
+        """Return the batch that is planned for first: one of the longest sequences that will come."""
+        length, positions = self.settings.get("length"), usable_positions(self._trainer.model)
+        if length is None:
+            return inputs
+        if positions is not None and length > positions:
+            raise ValueError(f"length must be at most {positions}, the positions of the model, got {length}.")
+        if (have := length_of(inputs)) > length:
+            self._warn("The first batch has sequences of %d tokens, more than length=%d: they are planned for.",
+                       have, length)  # fmt: skip
+            return inputs
+        return lengthened(inputs, length)
+
+    def _tried(self, example: Any) -> int | None:
+        """Return the peak of a step with the plan, simulated; None if it is not known to be within the budget."""
+        trainer, last, report = self._trainer, next(reversed(self._entries()), None), self.fit_report
+        if last is None or last["budget_bytes"] is None:
+            return None
+        accumulate = trainer.args.gradient_accumulation_steps > 1
+        try:
+            peak = peak_in_training(trainer.model, example, optimizer=trainer.optimizer, accumulate=accumulate)
+        except Exception:  # other processes wait for an answer; what is wrong, a new fit will say
+            return None
+        if report is not None and report.measured_peak is not None:  # workspace of operators too
+            peak = max(peak, peak * report.measured_peak // report.simulated_peak)
+        return peak if peak <= last["budget_bytes"] else None
+
+    def _entries(self) -> list[dict[str, Any]]:
+        return [entry[ENTRY] for entry in self._trainer.state.log_history if ENTRY in entry]
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        self._trainer.state.log_history.append({ENTRY: entry, "step": self._trainer.state.global_step})
 
     def _replan(self, inputs: Any, before: int, size: int) -> None:
         trainer, old = self._trainer, self._plan
         model: nn.Module = trainer.model
         example = _example(trainer, model, inputs)  # on all processes, as losses may communicate
         if old is not None:
+            peak = from_first(self._tried(example) if trainer.is_world_process_zero() else None, trainer.args.device)
+            if peak is not None:
+                self._note({**self._entries()[-1], "elements": size, "peak_bytes": peak})
+                logger.info("A batch of %d elements came after a plan for %d: a step takes %s, so the plan stays.",
+                            size, before, show_bytes(peak))  # fmt: skip
+                return
             old.revert()
         report: FitReport | None = None
         found: dict[str, Any] = {}
@@ -153,7 +200,7 @@ class FitCallback(TrainerCallback):
             if old is None:
                 raise ValueError(found["error"]) from failed
             old.apply()
-            self._warn("A batch of %d elements came after one of %d, and no plan fits it, so the plan stays: %s",
+            self._warn("A batch of %d elements came after a plan for %d, and no plan fits it, so the plan stays: %s",
                        size, before, found["error"])  # fmt: skip
             return
         if report is None:
@@ -162,9 +209,9 @@ class FitCallback(TrainerCallback):
         else:
             plan, self.fit_report = report.plan, report
         self._plan = plan
-        trainer.state.log_history.append({ENTRY: found["entry"], "step": trainer.state.global_step})
+        self._note(found["entry"])
         if before:
-            self._warn("A batch of %d elements came after one of %d: planned again. %s",
+            self._warn("A batch of %d elements came after a plan for %d: planned again. %s",
                        size, before, found["entry"]["summary"])  # fmt: skip
         elif report is not None:
             # Printed, not logged, as by the Trainer's own callbacks.
@@ -177,17 +224,18 @@ class FitCallback(TrainerCallback):
             logger.warning(message, *values)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings, with the budget of a step."""
-        memory, buckets = self.settings.get("memory"), self._buckets()
+        """Return the arguments of the fit, with the budget of a step."""
+        settings = {name: value for name, value in self.settings.items() if name != "length"}
+        memory, buckets = settings.get("memory"), self._buckets()
         if memory in (None, LEAST) or isinstance(memory, float) or not buckets:
-            return self.settings
+            return settings
         left = read_bytes("memory", memory) - buckets
         if left < 1:
             raise ValueError(
                 f"memory={memory!r} cannot be met: {show_bytes(buckets)} are needed for the buckets of "
                 "DistributedDataParallel. Use more memory."
             )
-        return {**self.settings, "memory": left}
+        return {**settings, "memory": left}
 
     def _buckets(self) -> int:
         """Return the bytes of copies of the gradients, which the model without its wrapper does not know of."""

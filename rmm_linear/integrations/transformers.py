@@ -70,8 +70,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     With ``fit``, :func:`rmm_linear.fit` chooses for every block what it saves, so that training fits a budget. It
     plans in the first step, with its batch and the Trainer's optimizer, prints its report, and plans again before a
-    step with a larger batch, see :class:`~rmm_linear.integrations.fit_training.FitCallback`. Ratios are then logged
-    of what it converted, if anything.
+    step with a larger batch that the plan does not fit, see
+    :class:`~rmm_linear.integrations.fit_training.FitCallback`. With ``fit={"memory": "80GB", "length": 8192}`` it plans
+    for sequences of that length at once. Ratios are then logged of what it converted, if anything.
 
     Args:
         trainer: The Trainer that the callback is added to; None finds it when training begins.

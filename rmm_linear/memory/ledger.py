@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.tables import table
-from rmm_linear.memory.peak import has_bytes
+from rmm_linear.memory.peak import has_bytes, parts, storages
 
 StorageKey = tuple[str, int]  # device and address
 
 
 def storage_key(tensor: Tensor) -> StorageKey:
-    """Return what tells a tensor's storage from others that are alive."""
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
+    """Return what tells a tensor's storage from others that are alive; of several, the first."""
+    return str(tensor.device), storages(tensor)[0].data_ptr()
 
 
 @dataclass
@@ -93,9 +93,8 @@ class Ledger:
         return table(("module", "bytes", "%", "shared"), [*rows, ("total", f"{self.total:,}", "100.0", "")])
 
     def _add(self, tensor: Tensor, module: str) -> StorageKey:
-        storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        entry = self._live.setdefault(key, SavedStorage(storage.nbytes(), []))
+        entry = self._live.setdefault(key, SavedStorage(sum(one.nbytes() for one in storages(tensor)), []))
         if module not in entry.modules:
             entry.modules.append(module)
         self._holders[key] = self._holders.get(key, 0) + 1
@@ -153,12 +152,12 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
         {'0': 160}
     """
     contexts = {id(found): found for one in model.modules() if (found := getattr(one, "rmm_context", None)) is not None}
-    own = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {storage_key(part) for tensor in (*model.parameters(), *model.buffers()) for part in parts(tensor)}
     ledger = Ledger()
     running: list[str] = []
 
     def pack(tensor: Tensor) -> _SavedTensor:
-        if not has_bytes(tensor) or not tensor.untyped_storage().nbytes() or storage_key(tensor) in own:
+        if not has_bytes(tensor) or not storages(tensor)[0].nbytes() or storage_key(tensor) in own:
             return _SavedTensor(tensor, None, None)
         if any(one.basis is tensor for context in contexts.values() for one in context.directions.values()):
             return _SavedTensor(tensor, None, None)

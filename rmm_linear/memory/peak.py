@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -53,6 +53,8 @@ class LiveTensors(TorchDispatchMode):
         self.now = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if consists_of_others(types):
+            return NotImplemented  # its own operators are seen instead
         output = func(*args, **(kwargs or {}))
         if func.is_view:  # of a constant, fake tensors make a storage that no operator has returned
             return output
@@ -86,9 +88,22 @@ def has_bytes(leaf: Any) -> bool:
 
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the tensors in nested arguments."""
-    leaves = tree_leaves(tree)
-    return [t.untyped_storage() for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided]
+    """Return the storages of the tensors in nested arguments; of a tensor that consists of others, of these."""
+    found = [inner for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for inner in parts(leaf)]
+    return [tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided]
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors that a tensor consists of: those inside of a subclass, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts(getattr(tensor, name))]
+
+
+def consists_of_others(types: Iterable[type]) -> bool:
+    """Say whether a tensor subclass is among types whose tensors are made of others, such as quantized ones."""
+    return any(issubclass(kind, Tensor) and hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 @contextmanager

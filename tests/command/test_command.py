@@ -19,7 +19,9 @@ from glue_finetune import __main__ as start
 from rmm_linear import RMMConfig, __version__
 from rmm_linear.backends.native import library
 from rmm_linear.command.main import main
-from rmm_linear.planning import load_plan
+from rmm_linear.command.methods import for_training
+from rmm_linear.command.models import model_on_meta
+from rmm_linear.planning import BlockPlan, load_plan
 
 
 def python(*words):
@@ -43,7 +45,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("words", "heavy"), [([], "torch"), (["explain"], "torch"), (["fit"], "torch"), (["glue"], "transformers")]
+    ("words", "heavy"),
+    [([], "torch"), (["explain"], "torch"), (["fit"], "torch"), (["longest"], "torch"), (["glue"], "transformers")],
 )
 def test_help_imports_nothing_that_takes_seconds(words, heavy):
     code = "import sys; from rmm_linear.command.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -140,6 +143,11 @@ EXPLAIN = ["{}/roberta", "--batch"]
         ("fit", [*FIT, "1GB", "--length", "900"], "Give a smaller --length."),
         ("fit", [*FIT, "1GB", "--size", "0"], "size must be"),
         ("fit", [*FIT, "1GB", "--save", "/no/such/folder/plan.json"], "/no/such/folder"),
+        ("longest", ["/nowhere", "--memory", "1GB"], "MODEL must be a folder written by save_pretrained"),
+        ("longest", ["llama-3.1-8b", "--memory", "8 gigs"], "memory must be a size"),
+        ("longest", ["llama-3.1-8b", "--memory", "0.5"], "memory must be"),
+        ("longest", ["llama-3.1-8b", "--memory", "8GB", "--rank", "0"], "rank must be at least 1"),
+        ("longest", ["{}/vit", "--memory", "8GB"], "takes pixel_values"),
         ("variance", ["model", "batch", "--plot", "/none/noise.png"], "--plot must be"),
         ("glue", ["--demo"], "not installed: no_such_package, nor_this. Run pip install 'rmm_linear[glue]'"),
     ],
@@ -169,7 +177,7 @@ def test_a_command_that_is_nearly_known(word, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([word, "x"])
     assert (
-        f"COMMAND must be one of explain, fit, variance, glue, version, got '{word}'. Did you"
+        f"COMMAND must be one of explain, fit, longest, variance, glue, version, got '{word}'. Did you"
         in capsys.readouterr().err
     )
 
@@ -243,3 +251,66 @@ def test_time_bounds_alone(folders, capsys):
     out = fitted(capsys, folders, *BATCH, "--time", "100", *RECOMPUTED)
     assert any(f" {choice}=" in out for choice in ("recompute", "selective", "nested"))
     assert "budget=" not in out
+
+
+# longest
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.55),
+        ("qwen3-8b", 8.19),
+        ("gpt-oss-20b", 20.91),
+        ("roberta-base", 0.1247),
+    ],
+)
+def test_known_models_have_their_published_sizes(name, billions):
+    model = model_on_meta(name)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=1e-3)
+    assert {(p.dtype, p.is_meta) for p in model.parameters()} == {(torch.bfloat16, True)}
+
+
+@pytest.mark.parametrize(("method", "adapters"), [("lora", "float32"), ("qlora", "bfloat16"), ("full", "bfloat16")])
+def test_methods_train_adapters_or_all_weights(method, adapters, folders):
+    base = model_on_meta(str(folders / "llama"))
+    size = sum(p.nbytes for p in base.parameters())
+    model = for_training(base, method, rank=2, dtype=adapters)
+    trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    if method == "full":
+        assert len(trained) == len([*model.parameters()])
+    else:
+        assert trained
+        assert all("lora_" in name and str(dtype) == f"torch.{adapters}" for name, dtype in trained.items())
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert (frozen < size, frozen == size) == {"full": (True, False), "lora": (False, True), "qlora": (True, False)}[
+        method
+    ]
+
+
+def test_adapters_without_peft_say_what_to_install(folders, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert main(["longest", str(folders / "llama"), "--memory", "1GB"]) == 2
+    assert "--method lora needs PEFT, which is not installed. Run pip install peft." in capsys.readouterr().err
+
+
+def test_longest_prints_json_and_saves_the_plan(folders, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    words = ["longest", str(folders / "roberta"), "--memory", "20MB", "--method", "full", "--batch-size", "2"]
+    assert main([*words, "--optimizer", "sgd", "--multiple", "4", "--json", "--save", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["method"], found["binds"]) == (str(folders / "roberta"), "full", "positions")
+    assert found["tokens"] == 2 * found["length"] == 2 * 36
+    assert found["peak"] <= found["memory"] == 20 * 10**6
+    assert json.loads(path.read_text()) == found["plan"]
+    assert isinstance(load_plan(path), BlockPlan)
+
+
+def test_longest_says_what_is_trained_and_that_nothing_fits(folders, capsys):
+    assert main(["longest", str(folders / "roberta"), "--memory", "1GB", "--rank", "4", "--multiple", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "What binds: positions." in out
+    assert "LoRA of rank 4 on all linear layers but the head, in bfloat16; frozen weights in bfloat16." in out
+    assert main(["longest", str(folders / "roberta"), "--memory", "1KB", "--method", "full", "--multiple", "4"]) == 1
+    assert "What binds: optimizer step." in capsys.readouterr().out

@@ -90,6 +90,7 @@ PRINTS = {
     "docs/planning/sweep.md": [r"^sweep: steps=200 .* interval=None ", r"^sweep: steps=1\d\d .* interval=20 stored="],
     "docs/planning/graphs.md": [r"^\| roberta.encoder.layer.0 "],
     "docs/planning/fit.md": [FIT],
+    "docs/planning/long-context.md": [r"^rmm_linear max_length: length=\d+ .* budget=100 MB \(95.4 MiB\)$"],
     "docs/planning/paper-sizes.md": [FIT],
     "docs/training-stack.md": [r"^rmm_linear: converted=22 .* skipped=0 frozen=14 "],
 }

@@ -102,7 +102,7 @@ def test_larger_batches_are_planned_anew_once_and_gradients_survive(tmp_path, ca
     assert same(*trained)
     assert elements(trainer) == [32, 80]
     (said,) = [message for message in caplog.messages if "planned again" in message]
-    assert said.startswith("A batch of 80 elements came after one of 32: planned again. rmm_linear fit: ")
+    assert said.startswith("A batch of 80 elements came after a plan for 32: planned again. rmm_linear fit: ")
     assert trainer.model.rmm_plan is callback.fit_report.plan
 
 
@@ -153,6 +153,7 @@ def test_a_plan_of_the_user_stays(tmp_path, caplog):
         ({"fit": True}, TypeError, 'fit must be a budget such as "8GB"'),
         ({"fit": {"max_nose": 1}}, ValueError, "Did you mean 'max_noise'"),
         ({"fit": {"max_noise": 1}}, ValueError, 'must have "memory" or "time"'),
+        ({"fit": {"memory": "1GB", "length": 0}}, ValueError, "length must be at least 1"),
         ({"fit": 1.5}, ValueError, r"memory as a share must be in \(0, 1\]"),
         ({"fit": "1GB", "convert": RMMConfig()}, ValueError, "got convert too"),
     ],
@@ -188,7 +189,7 @@ def test_processes_train_by_one_plan_of_the_largest_batch(ranks):
     assert first["elements"] == [4 * 12, 4 * 20]
     assert first["weights"] == second["weights"]
     assert (first["has_report"], second["has_report"]) == (True, False)
-    assert printed.count("A batch of 80 elements came after one of 48: planned again") == 1
+    assert printed.count("A batch of 80 elements came after a plan for 48: planned again") == 1
 
 
 def test_all_processes_end_where_nothing_fits(ranks):
@@ -200,3 +201,55 @@ def test_all_processes_end_where_nothing_fits(ranks):
 def test_buckets_are_taken_from_a_budget_in_bytes(ranks):
     (first, _), _ = ranks
     assert first["kept_back"] == first["gradients"] > 0
+
+
+def planned_ahead(folder, length, lengths, **options):
+    fit = {**RECOMPUTED, "length": length}
+    trainer, callback, _ = fitting(folder, fit, max_steps=len(lengths), **options)
+    cut(trainer, lengths)
+    trainer.train()
+    return trainer, callback
+
+
+def test_with_a_length_the_longest_batch_is_planned_for_once(tmp_path, caplog):
+    """The plan is that of a first batch with that length; shorter and equal ones change nothing."""
+    trainer, _ = planned_ahead(tmp_path / "ahead", 20, [8, 12, 20])
+    assert elements(trainer) == [80]
+    other, _, _ = fitting(tmp_path / "long", RECOMPUTED, max_steps=1)
+    cut(other, [20])
+    other.train()
+    assert [block.option for block in trainer.model.rmm_plan.blocks] == [
+        block.option for block in other.model.rmm_plan.blocks
+    ]
+    assert entries(trainer)[0]["exact_peak_bytes"] == entries(other)[0]["exact_peak_bytes"]
+    assert entries(trainer)[0]["settings"]["length"] == 20
+    assert not [message for message in caplog.messages if "planned" in message]
+
+
+def test_batches_beyond_the_length_are_said_and_planned_for(tmp_path, caplog):
+    trainer, _ = planned_ahead(tmp_path, 8, [12, 20])
+    assert elements(trainer) == [48, 80]
+    said = [message for message in caplog.messages if "planned" in message]
+    assert said[0] == "The first batch has sequences of 12 tokens, more than length=8: they are planned for."
+    assert said[1].startswith("A batch of 80 elements came after a plan for 48: planned again. ")
+
+
+def test_a_length_beyond_the_positions_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"length must be at most \d+, the positions of the model, got 9999"):
+        planned_ahead(tmp_path, 9999, [8])
+
+
+def test_a_plan_that_fits_a_larger_batch_stays(tmp_path, caplog):
+    """A step with it is simulated, and nothing is solved."""
+    caplog.set_level("INFO", logger="rmm_linear")
+    trainer, callback, _ = fitting(tmp_path, {"memory": 0.8, "allow": ["recompute"]}, max_steps=3)
+    cut(trainer, [18, 20, 20])
+    trainer.train()
+    report = callback.fit_report
+    assert trainer.model.rmm_plan is report.plan
+    first, second = entries(trainer)
+    assert (first["elements"], second["elements"]) == (72, 80)
+    assert first["peak_bytes"] <= second["peak_bytes"] <= first["budget_bytes"] == second["budget_bytes"]
+    (said,) = [message for message in caplog.messages if "the plan stays" in message]
+    assert said.startswith("A batch of 80 elements came after a plan for 72: a step takes ")
+    assert not [message for message in caplog.messages if "planned again" in message]

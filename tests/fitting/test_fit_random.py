@@ -11,7 +11,7 @@ from planning_graph_helpers import real_peak
 from torch import nn
 
 import rmm_linear
-from rmm_linear.fitting.largest import resized
+from rmm_linear.fitting.resize import resized
 from rmm_linear.fitting.static_memory import static_memory
 
 FEW, MANY = (
@@ -165,8 +165,8 @@ def test_a_budget_below_the_parameters_has_no_batch():
         (rows(), "8 gigs", ValueError, "memory must be a size"),
         (lambda: 1, "1MB", ValueError, "a function as the example does not allow"),
         (rows(0), "1MB", ValueError, "of one row or more"),
-        ({}, "1MB", ValueError, "needs a batch with tensors"),
-        (torch.tensor(1.0), "1MB", ValueError, "needs a batch with tensors"),
+        ({}, "1MB", ValueError, "must be a batch with tensors"),
+        (torch.tensor(1.0), "1MB", ValueError, "must be a batch with tensors"),
     ],
 )
 def test_max_batch_says_what_it_needs(example, memory, error, text):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def attention_flops(counter: FlopCounterMode) -> int:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return a counter that knows the CPU's fused attention too."""
+    """Return a counter that knows the CPU's fused attention too, and products of groups of rows."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -59,4 +61,13 @@ def flop_counter() -> FlopCounterMode:
     def backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
         return sdpa_backward_flop_count(gradient, query, key, value)
 
-    return FlopCounterMode(display=False, custom_mapping={attention: forward_flops, backward: backward_flops})
+    known: dict[Any, Any] = {attention: forward_flops, backward: backward_flops}
+    if (grouped := getattr(torch.ops.aten, "_grouped_mm", None)) is not None:
+        known[grouped] = _grouped_flops
+    return FlopCounterMode(display=False, custom_mapping=known)
+
+
+def _grouped_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """Rows, columns, or what is summed over, of two dimensions are those of all groups together."""
+    batch = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * batch * math.prod(a[-2:]) * b[-1]

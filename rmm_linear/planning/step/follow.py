@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from rmm_linear.activations.experts import PackedExperts
 from rmm_linear.activations.gated import PackedGatedMLP
 from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.memory.quantized import dequantized_bytes
 from rmm_linear.ops.dispatch import OPERATORS
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
@@ -129,8 +130,10 @@ class FollowedTensors(LiveTensors):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random.add(self.place.now[1])
         output = super().__torch_dispatch__(func, types, args, kwargs)
+        if output is NotImplemented:
+            return output
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
-        beyond = beyond or _declared(func, args)
+        beyond = beyond or _declared(func, args) or dequantized_bytes(func, args, kwargs)
         if beyond:
             pass_, running = self.place.now
             self.events.append(Event(self.now + beyond, pass_, running, beyond, running))

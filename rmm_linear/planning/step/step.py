@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.memory.quantized import replaced_states
+from rmm_linear.planning.step.fakes import Fakes
 
 _PACKED = "find_packed_sequence_indices"
 _IGNORES = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
@@ -118,7 +119,7 @@ def prepared(
             batch = copied(example)
             yield lambda: run(model, batch)
             return
-        fakes_of = _Fakes()
+        fakes_of = Fakes()
 
         step = _Step(model, run)
         fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names
@@ -130,28 +131,8 @@ def prepared(
         follow({id(fake): fake for fake in fakes.values()}.values())
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
         _refuse_estimators(model)
-        with masks_by_values(example), fakes_of.mode:
+        with masks_by_values(example), replaced_states(model, fakes_of), fakes_of.mode:
             yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
-
-
-class _Fakes:
-    """Makes fake tensors, the same one for the same tensor."""
-
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[int, Tensor] = {}  # by the identity of a tensor that the model or the batch keeps
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            made = self.mode.from_tensor(tensor, static_shapes=True)
-            made.grad = None
-            return made
-        if id(tensor) not in self._known:
-            with self.mode:
-                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            made = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
-            self._known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-        return self._known[id(tensor)]
 
 
 def _refuse_estimators(model: nn.Module) -> None:

@@ -1,0 +1,79 @@
+"""``rmm-linear longest``: find the longest sequence with which a model trains within a memory budget."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from rmm_linear._support.validation import check_integer
+from rmm_linear.command import PROGRAM
+from rmm_linear.command.methods import for_training
+from rmm_linear.command.models import ERRORS, model_on_meta, random_batch
+from rmm_linear.fitting.longest import LongestSequence, max_length
+from rmm_linear.fitting.shards import Shards
+from rmm_linear.planning.budget import read_budget
+
+_OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
+_LATER = ("host_memory", "bandwidth")
+
+
+def find_longest(arguments: argparse.Namespace) -> int:
+    """Print the longest sequence. Return the exit status: 0; 1 if none fits; or 2 for bad input."""
+    try:
+        found = _found(arguments)
+        if arguments.save is not None and found.plan is not None:
+            found.plan.save(arguments.save)
+    except ERRORS as error:
+        print(f"{PROGRAM} longest: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, "method": arguments.method, **found.to_dict()}, indent=2))
+    else:
+        print(found)
+        print(f"\n{_said(arguments)}")
+    return 0 if found.plan is not None else 1
+
+
+def _found(arguments: argparse.Namespace) -> LongestSequence:
+    read_budget(arguments.memory, 1)
+    for name in ("batch_size", "rank", "multiple"):
+        check_integer(name, getattr(arguments, name))
+    model = model_on_meta(arguments.model)
+    with torch.device("meta"):
+        batch = random_batch(model, arguments.batch_size, 2)
+    del batch["attention_mask"]  # one without values stands for any mask
+    model = for_training(model, arguments.method, rank=arguments.rank, dtype=arguments.adapters)
+    return max_length(
+        model,
+        batch,
+        arguments.memory,
+        batch_size=arguments.batch_size,
+        optimizer=_OPTIMIZERS[arguments.optimizer],
+        shards=Shards(1, cpu_offload=True) if arguments.offload_state else None,
+        multiple=arguments.multiple,
+        **_of_host(arguments),
+    )
+
+
+def _of_host(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments for copies to the host that were given."""
+    given = {name: getattr(arguments, name) for name in _LATER if getattr(arguments, name) is not None}
+    known = inspect.signature(max_length).parameters
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--{name.replace('_', '-')} is not supported yet. Leave it out.")
+    return given
+
+
+def _said(arguments: argparse.Namespace) -> str:
+    adapters = f"LoRA of rank {arguments.rank} on all linear layers but the head, in {arguments.adapters}; frozen "
+    trained = {"full": "All weights are trained, ", "lora": adapters, "qlora": adapters}[arguments.method]
+    weights = "weights in 4 bits" if arguments.method == "qlora" else "weights in bfloat16"
+    state = " Parameters, gradients and the optimizer's state lie on the host." if arguments.offload_state else ""
+    return f"{trained}{weights}. Optimizer: {arguments.optimizer}.{state}"

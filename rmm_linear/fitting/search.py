@@ -1,0 +1,231 @@
+"""Search for the largest size of a batch, of sequences or of their length, with which a step fits into memory.
+
+Bytes of a step are, nearly, a line in the size. Bytes of every option are measured for two sizes, and extrapolated
+along a line. Where a line meets the budget a plan is solved for, and a step with it simulated; then a secant goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.planning.blocks.measure import measure
+from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.proposals import Proposals
+from rmm_linear.planning.blocks.solve import Option, choose, least
+from rmm_linear.planning.budget import LEAST
+from rmm_linear.planning.step.watch import watch
+
+MOST = 2**24  # more is taken for "any number"
+_TRIES = 8  # of plans, which are solved for every size
+
+Line = Callable[[int], int]
+
+
+def check_size(memory: object) -> None:
+    """Raise unless a budget may be in bytes."""
+    if memory is None or isinstance(memory, float) or memory == LEAST:
+        raise TypeError(
+            f'memory must be bytes or a text such as "8GB", got {memory!r}. A share has no meaning here, nor "least".'
+        )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a batch may have.
+
+    Attributes:
+        batch: Makes a batch of a size.
+        small: The size to measure options with first.
+        large: The size of the batch that a step was measured with.
+        most: The largest size that there is.
+        tolerance: How much less than the largest size, as a share of it, is good enough.
+    """
+
+    batch: Callable[[int], Any]
+    small: int
+    large: int
+    most: int = MOST
+    tolerance: float = 0.0
+
+    def between(self, size: int, small: int, large: int) -> int:
+        """Return the bytes of a size on the line through those of the two that are measured."""
+        return max(0, round(small + (size - self.small) / (self.large - self.small) * (large - small)))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The largest sizes.
+
+    Attributes:
+        size: With the plan; 0 if not even one fits.
+        exact: Of the exact model.
+        checkpointed: With every block recomputed.
+        plan: The plan for ``size``, which has the peak of a step with it; None if nothing fits.
+        peak: Bytes of a training process with it.
+        notes: Options that were left out, with the reason.
+    """
+
+    size: int = 0
+    exact: int = 0
+    checkpointed: int = 0
+    plan: BlockPlan | None = None
+    peak: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class SizeSearch:
+    """A search by the steps of one fit."""
+
+    def __init__(self, work: Fitting, sizes: Sizes) -> None:
+        """Begin with the measured step of the exact model."""
+        self.work, self.sizes, self.budget = work, sizes, work.proposals.budget
+        self.costs = measure(work.model, sizes.batch(sizes.small), held=work.proposals.held)
+
+    def find(self, max_noise: float, sampled: Any) -> Found:
+        """Find the largest sizes; noise is that of ``sampled``."""
+        work, notes = self.work, self.work.candidates.notes
+        if not work.is_within(0):
+            floor = work.static.in_optimizer_step
+            note = f"{show_bytes(floor)} are needed before anything is saved for a backward pass."
+            return Found(peak=floor, notes=(note,))
+        plain = work.proposals.plan_of([rows[0] for rows in work.proposals.rows])
+        again = BlockPlan(
+            [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks]
+        ).made_for(work.model)
+        exact, plain = self._largest(partial(self._judged, plain), self._exact)
+        if exact == self.sizes.most and KEEP in work.allow:
+            return self._found(exact, exact, exact, plain)
+        work.add_options(max_noise, sampled)
+        smaller = replace(work.proposals, example=self.sizes.batch(self.sizes.small), costs=self.costs)
+        lines = _Lines(work.proposals, _again(smaller), self.sizes)
+        try:
+            checkpointed, again = self._largest(
+                partial(self._judged, again), partial(lines.least, only=RECOMPUTE), at_least=max(exact, 1)
+            )
+        except RuntimeError as error:
+            checkpointed = 0
+            notes.append(f"Not every block can be recomputed. {error}")
+        size, plan = self._largest(partial(self._solved, lines), lines.least, tries=_TRIES)
+        for known, other, option in ((checkpointed, again, RECOMPUTE), (exact, plain, KEEP)):
+            if option in work.allow and (known > size or (option == KEEP and known == size)):
+                size, plan = known, other
+        return self._found(size, exact, checkpointed, plan)
+
+    def _found(self, size: int, exact: int, checkpointed: int, plan: BlockPlan | None) -> Found:
+        if plan is not None:
+            plan = replace(plan, plain=self._exact(size)).made_for(self.work.model)
+        peak = max(self.work.before + (plan.predicted if plan else 0), self.work.static.in_optimizer_step)
+        return Found(size, exact, checkpointed, plan, peak, tuple(self.work.candidates.notes))
+
+    def _exact(self, size: int) -> int:
+        """Return the peak of a step of the exact model, by the line."""
+        return self.sizes.between(size, self.costs.peak.bytes, self.work.costs.peak.bytes)
+
+    def slope(self, found: Found) -> float:
+        """Return the bytes that one more adds to the peak of the plan that was found."""
+        other = found.size - max(1, found.size // 8) or 2
+        there = None if found.plan is None else self._judged(found.plan, other)
+        if found.plan is None or there is None:
+            return 0.0
+        return (found.plan.predicted - there.predicted) / (found.size - other)
+
+    def _judged(self, plan: BlockPlan, size: int) -> BlockPlan | None:
+        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory."""
+        try:
+            with plan.applied() as planned:
+                peak = watch(planned, self.sizes.batch(size), held=self.work.proposals.held)[0]
+        except torch.OutOfMemoryError:
+            return None
+        known = replace(plan, memory=self.budget, predicted=peak.bytes, moment=peak.moment, peak=peak)
+        return known.made_for(self.work.model)
+
+    def _solved(self, lines: _Lines, size: int) -> BlockPlan | None:
+        """Return the plan of least memory for a size, simulated with it."""
+        proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size))
+        options = proposals.options
+        try:
+            return proposals.judge(choose(options, least(options), self.work.cost, solver="rounded") or [])
+        except torch.OutOfMemoryError:
+            return None
+
+    def _largest(
+        self, judge: Callable[[int], BlockPlan | None], line: Line, *, at_least: int = 1, tries: int = 30
+    ) -> tuple[int, BlockPlan | None]:
+        """Find the largest size, and the plan for it.
+
+        With few tries, or a tolerance, it may not be the largest, but what is returned was tried and is within the
+        budget.
+        """
+        most, tolerance = self.sizes.most, self.sizes.tolerance
+        aim = int(self.budget * (1 - tolerance / 2))
+        guess = min(max(_meeting(line, aim, most), at_least), most)
+        known = {size: line(size) for size in (guess, guess // 2 or 2)}  # by the line, until two sizes are simulated
+        bytes_of, low, high = dict[int, int](), 0, most + 1  # the largest that fits, the smallest that does not
+        best: BlockPlan | None = None
+        for _ in range(tries):
+            plan = judge(guess)
+            bytes_of[guess] = self.budget + 1 if plan is None else plan.predicted
+            if plan is not None and plan.predicted <= self.budget:
+                low, best = guess, plan
+            else:
+                high = guess
+            (x0, y0), (x1, y1) = list((known if len(bytes_of) < 2 else bytes_of).items())[-2:]
+            slope = (y1 - y0) / (x1 - x0)
+            there = int(guess + (aim - bytes_of[guess]) / slope) if slope > 0 else (low + high) // 2
+            guess = max(low + 1, guess // 2, min(there, high - 1))
+            if high - low <= 1 or (low and guess <= low * (1 + tolerance)):
+                break
+        return low, best
+
+
+def _meeting(line: Line, budget: int, most: int) -> int:
+    """Return the largest size at which a line is within a budget; 1 if none is."""
+    low, high = 1, 2
+    while high < most and line(high) <= budget:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if line(middle) <= budget else (low, middle)
+    return low
+
+
+def _again(proposals: Proposals) -> Proposals:
+    """Measure the same options with the batch of these proposals, of which the costs are known."""
+    found = replace(proposals, rows=())
+    for name in dict.fromkeys(row.option for rows in proposals.rows for row in rows if row.choice != KEEP):
+        found = found.adding([next((row for row in rows if row.option == name), None) for rows in proposals.rows])
+    return found
+
+
+class _Lines:
+    """Bytes of every option as lines through those for two sizes."""
+
+    def __init__(self, proposals: Proposals, smaller: Proposals, sizes: Sizes) -> None:
+        self.proposals, self.sizes = proposals, sizes
+        self.smaller = [{row.option: row for row in rows} for rows in smaller.rows]
+
+    def rows(self, size: int, only: str = "") -> list[list[PlannedBlock]]:
+        """Return the options for a size, or some of them."""
+        return [
+            [
+                replace(
+                    row,
+                    kept=self.sizes.between(size, less[row.option].kept, row.kept),
+                    worst=self.sizes.between(size, less[row.option].worst, row.worst),
+                )
+                for row in [row for row in rows if row.option == only] or rows
+            ]
+            for rows, less in zip(self.proposals.rows, self.smaller, strict=True)
+        ]
+
+    def least(self, size: int, only: str = "") -> int:
+        """Return the least peak of the options for a size."""
+        rows = self.rows(size, only)
+        return least([[Option(row.option, row.kept, row.worst, 0.0) for row in block] for block in rows])
