@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rmm_linear.fitting.shards import Shards
     from rmm_linear.layers.function import sketched_linear
     from rmm_linear.layers.linear import RMMLinear
+    from rmm_linear.planning.tiles.apply import TileReport, tile
 
 __all__ = [
     "ConversionReport",
@@ -40,6 +41,7 @@ __all__ = [
     "RMMConfig",
     "RMMLinear",
     "Shards",
+    "TileReport",
     "__version__",
     "convert",
     "fit",
@@ -51,6 +53,7 @@ __all__ = [
     "sketch_state",
     "sketch_tensors",
     "sketched_linear",
+    "tile",
 ]
 
 # Imported on first access, so that a command prints its help without waiting for PyTorch.
@@ -63,6 +66,7 @@ _MODULES = {
     "RMMConfig": "config",
     "RMMLinear": "layers.linear",
     "Shards": "fitting.shards",
+    "TileReport": "planning.tiles.apply",
     "convert": "conversion.convert",
     "fit": "fitting.fit",
     "load_sketch_state": "conversion.state",
@@ -73,6 +77,7 @@ _MODULES = {
     "sketch_state": "conversion.state",
     "sketch_tensors": "conversion.state",
     "sketched_linear": "layers.function",
+    "tile": "planning.tiles.apply",
 }
 # Planning applies plans with conversions, and is below them.
 provide("convert", "rmm_linear.fitting.executor", "Conversion")

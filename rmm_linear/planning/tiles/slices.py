@@ -18,6 +18,7 @@ from torch import Tensor
 from rmm_linear._support.distributed import is_dtensor
 
 GRANULE = 64  # rows
+_WIDE = 1024  # of narrower rows with more than two leading dimensions, a slice has more
 
 
 def balanced(rows: int, size: int) -> tuple[tuple[int, int], ...]:
@@ -120,7 +121,11 @@ def streams_of(leaves: Sequence[Any], rows: int) -> Streams | str | None:
     """Choose the slices of a call: None if there are no more rows than one has, or why the call cannot be cut."""
     tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     main = next((leaves[n] for n in tensors if leaves[n].dim() > 1 and leaves[n].is_floating_point()), None)
-    if main is None or not main.numel() or main.shape[:-1].numel() <= rows:
+    if main is None or not main.numel():
+        return None
+    if main.dim() > 3:  # of heads, or of images: rows are many, and narrow
+        rows *= max(1, _WIDE // main.shape[-1])
+    if main.shape[:-1].numel() <= rows:
         return None
     if any(leaves[n].layout != torch.strided or leaves[n].is_nested or is_dtensor(leaves[n]) for n in tensors):
         return "takes sparse, nested or distributed tensors"
