@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from rmm_linear.layers.function import graph_leaves
@@ -108,7 +109,7 @@ class _TileFunction(torch.autograd.Function):
                 "create_graph=True is not possible. Use rmm_linear.revert(model), or leave it out of modules=."
             )
         needs = ctx.needs_input_grad[1:]
-        flat = [None if one is None else call.cut.flat(one) for one in gradients]
+        flat = [None if one is None else call.cut.as_rows(one) for one in gradients]
         wholes = [_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
         wanted = [number for number, need in enumerate(needs[call.streams :]) if need]
         sums = Sums(len(wanted), len(call.cut.slices))
@@ -305,7 +306,8 @@ def _zeros(like: Tensor) -> Tensor:
 
 def _as_drawn(seen: Seen, replayed: Replayed) -> Seen:
     """Drop the states of the generators where nothing was drawn: the CPU's takes 5 KB."""
-    is_unused = generator_states(replayed.devices, seen.generators) is seen.generators
+    with _disable_current_modes():  # states are no fake tensors, whatever else is
+        is_unused = generator_states(replayed.devices, seen.generators) is seen.generators
     return Seen([], seen.buffers) if is_unused else seen
 
 

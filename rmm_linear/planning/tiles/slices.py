@@ -66,37 +66,41 @@ class Cut:
 
     def part(self, whole: Tensor, begin: int, length: int) -> Tensor:
         """Return a slice of a stream, of an output or of its gradient; a view where the memory allows it."""
-        if not self.is_flat:
-            return whole.narrow(self.dim, begin, length)
-        if not self._has_lead(whole):
-            return whole.narrow(0, begin, length)
-        rows = whole if self.dim == 0 else whole.flatten(0, self.dim)
-        return rows.narrow(0, begin, length).reshape(*self.part_shape(length), *whole.shape[self.dim + 1 :])
+        rest = self._rest(whole)
+        if self.is_flat:
+            cut = whole.reshape(-1, *rest).narrow(0, begin, length)
+        else:
+            cut = whole.reshape(*self.lead, *rest).narrow(self.dim, begin, length)
+        return cut.reshape(*(self.part_shape(length) if self._has_lead(whole) else (-1,)), *rest)
 
     def whole_like(self, part: Tensor, length: int) -> Tensor:
         """Make the whole output, of which ``part`` is a slice of some length."""
-        shape, count = part.shape, len(self.lead)
-        if shape[:count] == self.part_shape(length):
+        shape, count, lead = part.shape, len(self.lead), self.part_shape(length)
+        if shape[:count] == lead:
             return part.new_empty((*self.lead, *shape[count:]))
-        if self.is_flat and shape[:1] == (length,):  # of modules that return matrices, whatever they are given
+        if shape[:1] == (math.prod(lead),):  # of modules that return matrices, whatever they are given
             return part.new_empty((math.prod(self.lead), *shape[1:]))
         raise RuntimeError(
             f"A tile must return a row for every row that it is given, got an output of shape {tuple(shape)} for a "
-            f"slice of shape {(*self.part_shape(length), '...')}. Leave the module out of modules=."
+            f"slice of shape {(*lead, '...')}. Leave the module out of modules=."
         )
 
     def place(self, whole: Tensor, part: Tensor, begin: int, length: int) -> None:
-        """Copy a slice to its place in the whole."""
+        """Copy a slice to its place in the whole, which is contiguous."""
+        rest = self._rest(whole)
         if self.is_flat:
-            rest = whole.shape[len(self.lead) if self._has_lead(whole) else 1 :]
             whole.view(-1, *rest).narrow(0, begin, length).copy_(part.reshape(length, *rest))
         else:
-            whole.narrow(self.dim, begin, length).copy_(part)
+            place = whole.view(*self.lead, *rest).narrow(self.dim, begin, length)
+            place.copy_(part.reshape(place.shape))
 
-    def flat(self, gradient: Tensor) -> Tensor:
+    def as_rows(self, gradient: Tensor) -> Tensor:
         """Prepare a gradient of a whole output for :meth:`part`: copied once where slices of it are no views."""
-        is_view = not self.is_flat or not self._has_lead(gradient) or is_flat(gradient, self.dim + 1)
+        is_view = is_flat(gradient, self.dim + 1) if self.is_flat else self._has_lead(gradient)
         return gradient if is_view else gradient.contiguous()
+
+    def _rest(self, whole: Tensor) -> torch.Size:
+        return whole.shape[len(self.lead) if self._has_lead(whole) else 1 :]
 
     def _has_lead(self, whole: Tensor) -> bool:
         return tuple(whole.shape[: len(self.lead)]) == self.lead
@@ -134,7 +138,7 @@ def streams_of(leaves: Sequence[Any], rows: int) -> Streams | str | None:
     others = tuple(n for n in tensors if n not in streams)
     if any(size > 1 and size in (lead[-1], math.prod(lead)) for n in others for size in leaves[n].shape[:-1]):
         return "takes a tensor whose rows belong to positions, but not to those of each sequence"
-    by_batch = len(lead) > 1 and math.prod(lead[:-1]) > 1 and any(leaves[n].numel() > 1 for n in others)
+    by_batch = math.prod(lead[:-1]) > 1 and any(size > 1 for n in others for size in leaves[n].shape[:-1])
     flat = not by_batch and all(is_flat(leaves[n], len(lead)) for n in streams)
     size = rows if flat else max(1, rows // math.prod(lead[:-1]))
     slices = balanced(math.prod(lead) if flat else lead[-1], size)
