@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -73,7 +72,7 @@ def step(
     module.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     given = [one.detach().clone().requires_grad_(needs and one.is_floating_point()) for one in inputs]
-    output = (run or module)(*given)
+    output = (module if run is None else run)(*given)
     output.backward((torch.arange(output.numel()).view(output.shape) * 12.99).sin().to(output.dtype))
     found = [output.detach(), *(one.grad for one in given), *(one.grad for one in module.parameters())]
     return [one.clone() for one in found if one is not None]
@@ -98,8 +97,6 @@ def beyond(module: nn.Module, x: Tensor) -> float:
 def same(found: list[Tensor], expected: list[Tensor], exact: int = 2, limit: float = 1e-5) -> bool:
     """Say whether the first tensors are the same to the bit, and the others to the rounding of sums in float32."""
     bits = all(map(torch.equal, found[:exact], expected[:exact]))
-    return bits and len(found) == len(expected) and all(error(a, b) < limit for a, b in zip(found, expected, strict=True))
-
-
-def twin(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module)
+    return (
+        bits and len(found) == len(expected) and all(error(a, b) < limit for a, b in zip(found, expected, strict=True))
+    )

@@ -234,7 +234,7 @@ def _widths(module: nn.Module) -> list[int]:
         if isinstance(getattr(part, "in_features", None), int):
             found.append(part.in_features)  # pyright: ignore
         elif _is_linear(part) and weight is not None:
-            found += [*weight.shape[::1 if hasattr(part, "nf") else -1]]  # Conv1D has its weight the other way round
+            found += [*weight.shape[:: 1 if hasattr(part, "nf") else -1]]  # Conv1D has its weight the other way round
         elif weight is not None and weight.dim() == 1:
             found.append(len(weight))
     return [*dict.fromkeys(found)]

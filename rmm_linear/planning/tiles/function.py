@@ -54,7 +54,9 @@ class TileCall:
     structure: TreeSpec | None = None
     rest: list[tuple[bool, Any]] = field(default_factory=list)
 
-    def outputs(self, tensors: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], Any] | None = None) -> list[Tensor]:
+    def outputs(
+        self, tensors: Sequence[Tensor], enter: Callable[[Sequence[Tensor]], Any] | None = None
+    ) -> list[Tensor]:
         """Run all slices, and return the outputs; ``enter`` runs one instead of ``run``."""
         wholes = list[Tensor]()
         for begin, length in self.cut.slices:
@@ -146,7 +148,9 @@ class RepeatedTile(_TileFunction):
             wholes = call.outputs(tensors)
         given = call.streams + call.others
         ctx.call, ctx.seen = call, _as_drawn(seen, call.replayed)
-        ctx.trained = [one for one, need in zip(tensors[given:], ctx.needs_input_grad[1 + given :], strict=True) if need]
+        ctx.trained = [
+            one for one, need in zip(tensors[given:], ctx.needs_input_grad[1 + given :], strict=True) if need
+        ]
         _set_up(ctx, call, tensors, wholes)
         ctx.save_for_backward(*tensors[:given])
         return tuple(wholes)

@@ -55,7 +55,9 @@ def test_few_rows_run_as_they_do_without_a_tile():
         assert module(x[:, :0]).shape == (1, 0, WIDTH)
 
 
-@pytest.mark.parametrize("make", [lambda x: x.transpose(0, 1), lambda x: x.repeat(1, 1, 2)[..., :WIDTH], lambda x: x[:, ::2]])
+@pytest.mark.parametrize(
+    "make", [lambda x: x.transpose(0, 1), lambda x: x.repeat(1, 1, 2)[..., :WIDTH], lambda x: x[:, ::2]]
+)
 def test_inputs_that_are_not_contiguous(make):
     module, x = Gated(), torch.randn(40, 24, WIDTH)
     run = lambda x: module(make(x))  # noqa: E731
@@ -317,7 +319,9 @@ def test_converted_modules_inside_save_codes_slice_by_slice(caplog):
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
     """Bytes that hooks for saved tensors see; inner graphs are seen by them."""
     found = dict[int, Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(t.untyped_storage()._cdata, t), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: found.setdefault(t.untyped_storage()._cdata, t), lambda t: t
+    ):
         output = model(x)
     own = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
     del output
