@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class Stack(nn.Module):
 
     def __init__(self, blocks: int = 2, p: float = 0.0) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(p) for _ in range(blocks))
+        self.blocks: Any = nn.ModuleList(Block(p) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

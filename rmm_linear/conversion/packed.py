@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear._support.tables import pattern_of
 from rmm_linear._support.patterns import matches
+from rmm_linear._support.tables import pattern_of
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule

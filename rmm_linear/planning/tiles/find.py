@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from rmm_linear.activations.experts import PackedExperts, is_experts
-from rmm_linear.activations.norm_form import norm_of
+from rmm_linear.activations.norm_form import NormForm, norm_of
 from rmm_linear.planning.tiles.trial import Verdict, try_module
 
 METHODS = ("feed_forward_chunk", "_ff_block")  # of transformers' layers, and of torch's
@@ -173,8 +173,8 @@ def _tried(module: nn.Module, method: str) -> Verdict:
 
 def _is_norm(module: nn.Module) -> bool:
     if getattr(module, "rmm_operation", None) == "norm":
-        form = module.rmm_norm  # pyright: ignore[reportAttributeAccessIssue]
-        return form is not None and form.dims == 1  # pyright: ignore[reportOptionalMemberAccess]
+        form: NormForm | None = vars(module)["rmm_norm"]
+        return form is not None and form.dims == 1
     if any(True for _ in module.children()) or not any(p.dim() == 1 for p in module.parameters()):
         return False
     replaced = vars(module).get("forward")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rmm_linear.layers.function import graph_leaves
 from rmm_linear.planning.replay.replayed import Replayed, Seen, generator_states
@@ -51,7 +51,7 @@ class TileCall:
     others: int
     replayed: Replayed | None
     name: str
-    structure: TreeSpec | None = None
+    structure: Any = None
     rest: list[tuple[bool, Any]] = field(default_factory=list)
 
     def outputs(
@@ -81,7 +81,6 @@ class TileCall:
 
     def output(self, wholes: Iterable[Tensor]) -> Any:
         """Put together what the function would have returned for all rows."""
-        assert self.structure is not None
         given = iter(wholes)
         leaves = [next(given) if is_tensor else one for is_tensor, one in self.rest]
         return tree_unflatten(leaves, self.structure)
@@ -142,12 +141,12 @@ class RepeatedTile(_TileFunction):
     @staticmethod
     def forward(ctx: Any, call: TileCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the slices without gradients."""
-        assert call.replayed is not None
-        seen = call.replayed.seen()
-        with call.replayed.autocast():
+        replayed: Any = call.replayed
+        seen = replayed.seen()
+        with replayed.autocast():
             wholes = call.outputs(tensors)
         given = call.streams + call.others
-        ctx.call, ctx.seen = call, _as_drawn(seen, call.replayed)
+        ctx.call, ctx.seen = call, _as_drawn(seen, replayed)
         ctx.trained = [
             one for one, need in zip(tensors[given:], ctx.needs_input_grad[1 + given :], strict=True) if need
         ]
@@ -159,6 +158,7 @@ class RepeatedTile(_TileFunction):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Run every slice again, with a graph of its own."""
         call: TileCall = ctx.call
+        replayed: Any = call.replayed
         needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
 
         def slices() -> Iterator[tuple[list[Tensor | None], list[Tensor]]]:
@@ -167,7 +167,7 @@ class RepeatedTile(_TileFunction):
                 parts = [
                     one.requires_grad_(need) for one, need in zip(call.parts(saved, begin, length), needs, strict=False)
                 ]
-                with torch.enable_grad(), call.replayed.autocast():
+                with torch.enable_grad(), replayed.autocast():
                     found = call.leaves(call.run(parts))
                 starts = [*(one for one in parts if one.requires_grad), *ctx.trained]
                 if is_first:
@@ -180,7 +180,7 @@ class RepeatedTile(_TileFunction):
 
         if all(one is None for one in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        with call.replayed.again(ctx.seen), _without_hooks(ctx.trained):
+        with replayed.again(ctx.seen), _without_hooks(ctx.trained):
             return RepeatedTile._results(ctx, gradients, slices)
 
 
@@ -205,8 +205,10 @@ class CodedTile(_TileFunction):
                 leaves = call.leaves(found)
                 ends = [get_gradient_edge(one) if one.requires_grad else None for one in leaves]
             if not graphs:
-                known = [node.variable for edge in starts if (node := edge.node.next_functions[0][0]) is not None]
-                call.check_leaves([one for one in leaves if one.requires_grad], [*known, *trained])
+                anchors: list[Any] = [edge.node.next_functions[0][0] for edge in starts]
+                call.check_leaves(
+                    [one for one in leaves if one.requires_grad], [*(anchor.variable for anchor in anchors), *trained]
+                )
             graphs.append((ends, starts))
             return found
 

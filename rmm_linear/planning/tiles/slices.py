@@ -7,6 +7,7 @@ would run by other kernels (a matrix and a vector, for one row), and round other
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,4 +149,4 @@ def streams_of(leaves: Sequence[Any], rows: int) -> Streams | str | None:
 def is_flat(tensor: Tensor, count: int) -> bool:
     """Say whether the first dimensions of a tensor are one in its memory."""
     dims = [(size, step) for size, step in zip(tensor.shape[:count], tensor.stride(), strict=False) if size != 1]
-    return all(outer[1] == inner[0] * inner[1] for outer, inner in zip(dims, dims[1:], strict=False))
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(dims))

@@ -32,9 +32,9 @@ ROWS_OF_ACCELERATORS = 4096
 class Tile:
     """The forward pass of a module, or another method of it, in slices of the rows that it is given.
 
-    It takes the place of the method, so hooks of the module itself run once, and those of modules inside of it once per
-    slice, forward, and backward again. A slice's working set is all that is ever there, beside inputs and outputs. Calls
-    with no more rows than one slice run as if there were no tile.
+    It takes the place of the method. Hooks of the module itself run once; those of modules inside of it run once per
+    slice, forward, and again backward. Of what the method makes, a slice's part is there at a time, and the outputs.
+    Calls with no more rows than one slice run as if there were no tile.
 
     Where modules inside save compressed activations, every slice runs once and keeps its codes; padding is not left
     out of them.

@@ -1,4 +1,4 @@
-"""Position-wise modules are found by what they compute, and what mixes positions is refused, with and without values."""
+"""Position-wise modules are found by what they compute; what mixes positions is refused, without values too."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_is_not_worth_it_and_what_is(device):
         "prelu": nn.PReLU(WIDTH),
         "batch": nn.BatchNorm1d(WIDTH),
         "norm": nn.RMSNorm(WIDTH),
-        "norms": nn.LayerNorm((4, WIDTH)),
+        "norms": nn.LayerNorm([4, WIDTH]),
         "mlp": nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 5)),
         "wide": nn.Sequential(nn.LayerNorm(WIDTH), Gated(), nn.Softmax(-1), nn.Linear(WIDTH, WIDTH)),
     }
