@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rmm_linear.layers.function import graph_leaves
 from rmm_linear.planning.replay.replayed import Replayed, Seen, generator_states
-from rmm_linear.planning.tiles.slices import Cut
+from rmm_linear.planning.tiles.slices import RowSlices
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -46,7 +46,7 @@ class TileCall:
     """
 
     run: Callable[[Sequence[Tensor]], Any]
-    cut: Cut
+    cut: RowSlices
     streams: int
     others: int
     replayed: Replayed | None
@@ -113,7 +113,7 @@ class _TileFunction(torch.autograd.Function):
         flat = [None if one is None else call.cut.as_rows(one) for one in gradients]
         wholes = [_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
         wanted = [number for number, need in enumerate(needs[call.streams :]) if need]
-        sums = Sums(len(wanted), len(call.cut.slices))
+        sums = GradientSums(len(wanted), len(call.cut.slices))
         for (begin, length), (ends, starts) in zip(call.cut.slices, slices(), strict=True):
             pairs = [
                 (end, call.cut.part(one, begin, length))
@@ -252,8 +252,8 @@ class _Entry(torch.autograd.Function):
         return None, None
 
 
-class Sums:
-    """Sums of parameters' gradients over slices: in float32 for 16-bit ones, which round once at the end."""
+class GradientSums:
+    """GradientSums of parameters' gradients over slices: in float32 for 16-bit ones, which round once at the end."""
 
     def __init__(self, count: int, slices: int) -> None:
         """Begin with nothing."""

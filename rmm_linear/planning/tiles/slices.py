@@ -42,7 +42,7 @@ def balanced(rows: int, size: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowSlices:
     """The slices of one call.
 
     Attributes:
@@ -117,7 +117,7 @@ class Streams:
         others: Numbers of the other tensors, which every slice gets as they are.
     """
 
-    cut: Cut
+    cut: RowSlices
     streams: tuple[int, ...]
     others: tuple[int, ...]
 
@@ -143,7 +143,7 @@ def streams_of(leaves: Sequence[Any], rows: int) -> Streams | str | None:
     flat = not by_batch and all(is_flat(leaves[n], len(lead)) for n in streams)
     size = rows if flat else max(1, rows // math.prod(lead[:-1]))
     slices = balanced(math.prod(lead) if flat else lead[-1], size)
-    return Streams(Cut(lead, flat, slices), streams, others) if len(slices) > 1 else None
+    return Streams(RowSlices(lead, flat, slices), streams, others) if len(slices) > 1 else None
 
 
 def is_flat(tensor: Tensor, count: int) -> bool:
