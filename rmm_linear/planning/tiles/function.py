@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rmm_linear.context.surroundings import one_backward
 from rmm_linear.layers.function import graph_leaves
 from rmm_linear.planning.replay.replayed import Replayed, Seen, generator_states
 from rmm_linear.planning.tiles.slices import RowSlices
@@ -236,7 +237,7 @@ class CodedTile(_TileFunction):
 
         if all(one is None for one in gradients):
             return (None,) * len(ctx.needs_input_grad)
-        with _without_hooks(ctx.trained):
+        with one_backward(), _without_hooks(ctx.trained):  # what is offloaded comes back once for all slices
             return CodedTile._results(ctx, gradients, slices)
 
 

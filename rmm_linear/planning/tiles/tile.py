@@ -109,8 +109,11 @@ class Tile:
         if found is None:
             return self.inner(*args, **kwargs)
 
+        # Without the tensors, which the graph would hold by it: only what autograd saves may be offloaded.
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
         def run(parts: Sequence[Tensor]) -> Any:
-            given = list(leaves)
+            given = list(rest)
             for number, part in zip((*found.streams, *found.others), parts, strict=True):
                 given[number] = part
             args, kwargs = tree_unflatten(given, structure)
