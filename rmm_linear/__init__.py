@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rmm_linear.fitting.shards import Shards
     from rmm_linear.layers.function import sketched_linear
     from rmm_linear.layers.linear import RMMLinear
+    from rmm_linear.planning.tiles.apply import TileReport, tile
 
 __all__ = [
     "ConversionReport",
@@ -42,6 +43,7 @@ __all__ = [
     "RMMConfig",
     "RMMLinear",
     "Shards",
+    "TileReport",
     "__version__",
     "convert",
     "fit",
@@ -54,6 +56,7 @@ __all__ = [
     "sketch_state",
     "sketch_tensors",
     "sketched_linear",
+    "tile",
 ]
 
 # Imported on first access, so that a command prints its help without waiting for PyTorch.
@@ -67,6 +70,7 @@ _MODULES = {
     "RMMConfig": "config",
     "RMMLinear": "layers.linear",
     "Shards": "fitting.shards",
+    "TileReport": "planning.tiles.apply",
     "convert": "conversion.convert",
     "fit": "fitting.fit",
     "load_sketch_state": "conversion.state",
@@ -78,6 +82,7 @@ _MODULES = {
     "sketch_state": "conversion.state",
     "sketch_tensors": "conversion.state",
     "sketched_linear": "layers.function",
+    "tile": "planning.tiles.apply",
 }
 # Planning applies plans with conversions, and is below them.
 provide("convert", "rmm_linear.fitting.executor", "Conversion")

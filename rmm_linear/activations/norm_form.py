@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import PackedModule
+from rmm_linear.activations.own_forward import runs_its_class
 from rmm_linear.packing.norms import normalize
 
 EPS = ("eps", "variance_epsilon", "epsilon")
@@ -107,7 +108,7 @@ def forward_of(module: nn.Module) -> Callable[..., object] | None:
     )
     forward = next(own)
     is_simple = inspect.isfunction(forward) and len(inspect.signature(forward).parameters) == 2  # and self
-    return forward if is_simple and "forward" not in vars(module) else None
+    return forward if is_simple and runs_its_class(module) else None
 
 
 def _can_run(parameters: dict[str, nn.Parameter]) -> bool:

@@ -122,6 +122,12 @@ def original_forward(module: Any) -> Callable[..., Any]:
     return next(found).forward.__get__(module)
 
 
+def runs_its_class(module: nn.Module) -> bool:
+    """Say whether a call of a module runs the forward of its class, if only in slices of its rows."""
+    replaced = vars(module).get("forward")
+    return replaced is None or bool(getattr(replaced, "follows_class", False))
+
+
 HOOKS = "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,55 @@ _hooks = _autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAtt
 _profiled = _autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 _transforms = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _traced = torch._C._get_tracing_state
+
+
+class _Outer(threading.local):
+    """The backward pass that runs others inside of it, in this thread, and what is to be done when it ends."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.callbacks: list[Callable[[], None]] = []
+
+
+_outer = _Outer()
+
+
+def backward_task() -> int:
+    """Return the number of the backward pass that is running, or -1."""
+    return _task() if _outer.task == -1 else _outer.task
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running has ended."""
+    if _outer.task == -1:
+        _queue(callback)
+    else:
+        _outer.callbacks.append(callback)
+
+
+@contextmanager
+def one_backward() -> Iterator[None]:
+    """Let backward passes inside of the block count as a part of the one that is running."""
+    if _outer.task != -1 or _task() == -1:
+        yield
+        return
+    callbacks: list[Callable[[], None]] = []
+
+    def end() -> None:
+        for callback in callbacks:
+            callback()
+
+    _queue(end)
+    _outer.task, _outer.callbacks = _task(), callbacks
+    try:
+        yield
+    finally:
+        _outer.task, _outer.callbacks = -1, []
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
 
 
 class _Again(threading.local):

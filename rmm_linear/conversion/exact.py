@@ -98,20 +98,23 @@ def revert(model: nn.Module) -> nn.Module:
     """Give every converted module of a model its original class back, in place.
 
     A model that trains by a plan (:func:`rmm_linear.fit`, ``plan.apply()``) recomputes and offloads nothing any more
-    either.
+    either, and one with tiles (:func:`rmm_linear.tile`) runs nothing in slices.
 
     Args:
-        model: A converted model, or part of one; or a model with a plan.
+        model: A converted model, or part of one; or a model with a plan, or with tiles.
 
     Returns:
         The same model, exact again.
 
     Raises:
-        ValueError: If the model has no converted module and no plan.
+        ValueError: If the model has no converted module, no plan and no tiles.
     """
-    planned = [module for module in model.modules() if "rmm_applied" in vars(module)]  # a wrapper has the model inside
-    for module in planned:
-        vars(module)["rmm_applied"].revert()  # which comes back here if the plan has a conversion
+    # A wrapper has the model inside. Tiles come before a plan, and go after it.
+    handles = [(module, name) for name in ("rmm_applied", "rmm_tiled") for module in model.modules()]
+    planned = [module for module, name in handles if name in vars(module)]
+    for module, name in handles:
+        if name in vars(module):
+            vars(module)[name].revert()  # which comes back here if the plan has a conversion
     converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
     if planned and not converted:
         return model

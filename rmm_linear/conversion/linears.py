@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear._support.patterns import matches
+from rmm_linear.activations.own_forward import runs_its_class
 from rmm_linear.activations.products import multiplies
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
-from rmm_linear.conversion.names import is_conv1d, matches, nearest, not_selected, output_heads
+from rmm_linear.conversion.names import is_conv1d, nearest, not_selected, output_heads
 from rmm_linear.layers.converted import joined_class
 from rmm_linear.layers.linear import RMMLinear
 from rmm_linear.memory.inputs import layer_inputs, unsaved_reason
@@ -128,7 +130,7 @@ def replaced_reason(module: nn.Module) -> str | None:
     """Say why the class of a module cannot be changed."""
     if is_fsdp_module(module):
         return f"it was sharded by itself, as {type(module).__name__}: call convert before fully_shard"
-    if "forward" in vars(module):
+    if not runs_its_class(module):
         return "its forward method was replaced on the object (by hooks of accelerate, for example)"
     return None
 

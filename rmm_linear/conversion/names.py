@@ -1,4 +1,4 @@
-"""Match the names of layers with patterns by PEFT's rule, and check that overrides change something.
+"""Select layers by their names, and check that overrides change something.
 
 The prefixes of torch.compile, DDP and FSDP are no part of a name.
 """
@@ -7,28 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 import sys
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from rmm_linear._support.patterns import matches
 from rmm_linear.config import RMMConfig
 
 # Added by torch.compile, torch's checkpoint_wrapper and FSDP1, possibly in the middle of a name.
 _NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
-
-def matches(patterns: str | Sequence[str], name: str) -> bool:
-    """Say whether a dotted name matches a regular expression as a whole, or one of some names and dotted suffixes.
-
-    Example:
-        >>> matches(["query"], "layer.0.query"), matches(["query"], "layer.0.subquery")
-        (True, False)
-    """
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, name) is not None
-    return any(name == entry or name.endswith(f".{entry}") for entry in patterns)
 
 
 def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.patterns import matches
 from rmm_linear._support.tables import pattern_of
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
@@ -29,7 +30,7 @@ from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import is_linear_like, replaced_reason
-from rmm_linear.conversion.names import matches, not_selected, output_heads
+from rmm_linear.conversion.names import not_selected, output_heads
 from rmm_linear.layers.converted import joined_class
 from rmm_linear.packing.pointwise import Pointwise
 

@@ -22,7 +22,7 @@ from rmm_linear.planning.chains.schedules import recomputed
 
 WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]
 LORA_A = "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.default"
-WITHOUT_SKETCHES = ("docs/planning/graphs.md",)
+WITHOUT_SKETCHES = ("docs/planning/graphs.md", "docs/planning/tiles.md")
 # PyTorch 2.6 does not run fully_shard on CPU, nor trace whole models of a newer transformers.
 IS_OLD = torch.__version__.startswith("2.6.")
 
@@ -91,6 +91,7 @@ PRINTS = {
     "docs/planning/graphs.md": [r"^\| roberta.encoder.layer.0 "],
     "docs/planning/fit.md": [FIT],
     "docs/planning/long-context.md": [r"^rmm_linear max_length: length=\d+ .* budget=100 MB \(95.4 MiB\)$"],
+    "docs/planning/tiles.md": [r"^rmm_linear: tiled=7 norms=5 ", r"^peak: "],
     "docs/planning/paper-sizes.md": [FIT],
     "docs/training-stack.md": [r"^rmm_linear: converted=22 .* skipped=0 frozen=14 "],
 }
@@ -137,6 +138,11 @@ def check_fit(names, out, place):
     assert names["found"].exact < names["found"].checkpointed <= names["found"].batch
 
 
+def check_tiles(names, out, place):
+    assert names["tiled"] < 0.7 * names["plain"]
+    assert not any("forward" in vars(part) for part in names["model"].modules())
+
+
 def check_training_stack(names, out, place):
     assert isinstance(names["lora"].get_submodule(LORA_A), RMMLinear)
     assert isinstance(names["again"].roberta.encoder.layer[0].output.dense, RMMLinear)
@@ -150,6 +156,7 @@ CHECKS = {
     "docs/planning/chains.md": check_chains,
     "docs/planning/sweep.md": check_sweep,
     "docs/planning/fit.md": check_fit,
+    "docs/planning/tiles.md": check_tiles,
     "docs/planning/graphs.md": check_graphs,
     "docs/training-stack.md": check_training_stack,
 }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rmm_linear.context.surroundings import at_end_of_backward, backward_task
 from rmm_linear.planning.offload.copies import Copy, FileCopy, Files, PinnedArena, PinnedCopy, Returning, SizeCopy
 from rmm_linear.planning.offload.pack import Packer, packing
 from rmm_linear.planning.replay.wrapped import Wrapped
@@ -83,8 +84,7 @@ class OffloadChain:
         if self._task != task:
             self.end()
             self._task = task
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(functools.partial(_end, weakref.ref(self)))
+            at_end_of_backward(functools.partial(_end, weakref.ref(self)))
 
     def fetched(self, saved: _Saved) -> None:
         """Note that a storage is back."""
@@ -196,7 +196,7 @@ class _Saved:
 
     def unpack(self, number: int) -> Tensor:
         """Return the bytes for one of the tensors; after the last one of a backward pass only autograd has them."""
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task == -1:  # other code looks at a node of the graph
             return self.copy.begin().wait()
         self.call.begin(task)

@@ -1,0 +1,1 @@
+"""Run position-wise modules in slices of the sequence, so that their memory does not grow with its length."""
