@@ -27,7 +27,9 @@ def fit_model(arguments: argparse.Namespace) -> int:
 
 def _fit(arguments: argparse.Namespace) -> int:
     check_batch(arguments)
-    given = {name: getattr(arguments, name) for name in ("time", "max_noise", "allow")}
+    given = {
+        name: getattr(arguments, name) for name in ("time", "max_noise", "allow", "folder", "host_memory", "bandwidth")
+    }
     if arguments.memory is not None:
         given["memory"] = share_or_size(arguments.memory)
     elif arguments.time is None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import sys
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -16,11 +14,11 @@ from rmm_linear.command import PROGRAM
 from rmm_linear.command.methods import for_training
 from rmm_linear.command.models import ERRORS, model_on_meta, random_batch
 from rmm_linear.fitting.longest import LongestSequence, max_length
+from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.budget import read_budget
 
 _OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
-_LATER = ("host_memory", "bandwidth")
 
 
 def find_longest(arguments: argparse.Namespace) -> int:
@@ -56,19 +54,11 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
         batch_size=arguments.batch_size,
         optimizer=_OPTIMIZERS[arguments.optimizer],
         shards=Shards(1, cpu_offload=True) if arguments.offload_state else None,
+        allow=ALLOW if arguments.allow is None else arguments.allow,
+        host_memory=arguments.host_memory,
+        bandwidth=arguments.bandwidth,
         multiple=arguments.multiple,
-        **_of_host(arguments),
     )
-
-
-def _of_host(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments for copies to the host that were given."""
-    given = {name: getattr(arguments, name) for name in _LATER if getattr(arguments, name) is not None}
-    known = inspect.signature(max_length).parameters
-    for name in given:
-        if name not in known:
-            raise ValueError(f"--{name.replace('_', '-')} is not supported yet. Leave it out.")
-    return given
 
 
 def _said(arguments: argparse.Namespace) -> str:

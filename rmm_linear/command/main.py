@@ -114,8 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         "--allow",
         nargs="+",
         metavar="NAME",
-        help="what blocks may do: keep, sketch, pack, recompute, offload (default: all)",
+        help="what blocks may do: keep, sketch, pack, recompute, offload, tile (default: all)",
     )
+    fit.add_argument("--folder", metavar="DIR", help="where blocks on a CPU write what they offload")
+    _add_host(fit)
     fit.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
     longest = commands.add_parser("longest", help="the longest sequence that fits into memory", description=_LONGEST)
     _add_longest(longest)
@@ -159,10 +161,21 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep parameters, gradients and the optimizer's state on the host, and a layer at a time on the device",
     )
-    command.add_argument("--host-memory", "--host_memory", metavar="SIZE", help="for activations on the host")
-    command.add_argument("--bandwidth", metavar="RATE", help="of copies to the host, such as 25GB/s")
+    command.add_argument(
+        "--allow",
+        nargs="+",
+        metavar="NAME",
+        help="what blocks may do: keep, sketch, pack, recompute, offload, tile (default: all); without sketch and "
+        "pack, gradients are exact",
+    )
+    _add_host(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
+
+
+def _add_host(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--host-memory", "--host_memory", metavar="SIZE", help="for what waits on the host")
+    command.add_argument("--bandwidth", metavar="RATE", help="of copies to the host, such as 25GB/s")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

@@ -62,8 +62,9 @@ def fit(
             counts none.
         max_noise: The largest variance ratio, D² / D²_SGD, that compression may cause in the gradient of a layer's
             weights; 1 is as much as the minibatch has. Options above it are left out.
-        allow: Of "keep", "sketch" (linear layers), "pack" (other operations; chunks of the loss), "recompute",
-            "offload" and "tile".
+        allow: Of "keep", "sketch" (linear layers), "pack" (other operations), "recompute",
+            "offload" and "tile" (slices of the sequence; chunks of the loss). Without "sketch" and "pack", gradients
+            are exact.
         time: A bound for the time of a step, relative to the exact step; then memory is minimized.
         objective: "time": least time, then least variance; or "noise": the other way round.
         folder: Where offloaded blocks of a model on the CPU write files; without it they are not offloaded.

@@ -16,7 +16,7 @@ from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.resize import resized, sequences_of
-from rmm_linear.fitting.search import SizeSearch, Sizes, check_size
+from rmm_linear.fitting.search import Sizes, SizeSearch, check_size
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.plan import BlockPlan
 
@@ -67,6 +67,8 @@ def max_batch(
     max_noise: float = 1.0,
     allow: Collection[str] = ALLOW,
     folder: str | None = None,
+    host_memory: int | str | None = None,
+    bandwidth: float | str | None = None,
     shards: Shards | None = None,
 ) -> LargestBatch:
     """Find the largest batch that fits into memory with a plan, and compare it with what fits without one.
@@ -83,6 +85,8 @@ def max_batch(
         max_noise: As for :func:`rmm_linear.fit`; noise is that of ``example``.
         allow: As for :func:`rmm_linear.fit`.
         folder: As for :func:`rmm_linear.fit`.
+        host_memory: As for :func:`rmm_linear.fit`.
+        bandwidth: As for :func:`rmm_linear.fit`.
         shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
 
     Returns:
@@ -105,8 +109,9 @@ def max_batch(
         count = max(sequences_of(example), 2)
         sizes = Sizes(partial(resized, example), count // 2, count)
         work = Fitting(
-            model, sizes.batch(count), memory, optimizer=optimizer, allow=allow, folder=folder, shards=shards
-        )
+            model, sizes.batch(count), memory, optimizer=optimizer, allow=allow, folder=folder,
+            host_memory=host_memory, bandwidth=bandwidth, shards=shards,
+        )  # fmt: skip
         # The batch may be two copies of a sequence, whose gradients are alike: noise is that of the example.
         found = SizeSearch(work, sizes).find(max_noise, example)
     return LargestBatch(

@@ -17,7 +17,7 @@ from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.resize import length_of, lengthened, resized, usable_positions
-from rmm_linear.fitting.search import MOST, SizeSearch, Sizes, check_size
+from rmm_linear.fitting.search import MOST, Sizes, SizeSearch, check_size
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import BlockPlan
@@ -40,9 +40,10 @@ class LongestSequence:
         peak: Bytes of a training process with the plan and that length, simulated.
         memory: The budget in bytes.
         bytes_per_token: Bytes that one more token of the batch adds to the peak.
-        host_bytes: Bytes in the memory of the host at the peak of a step, in addition to offloaded parameters.
-        binds: What keeps sequences from being longer: the moment of the peak, "positions", or "nothing"; where nothing
-            fits, "optimizer step" or "shortest sequence".
+        host_bytes: Bytes that wait in the memory of the host, or in files, and what ``shards`` puts there.
+        binds: What keeps sequences from being longer: the memory of the device or of the host, or the link between
+            them, with the moment of the peak; "positions", or "nothing"; where nothing fits, "optimizer step" or
+            "shortest sequence".
         notes: Options that were left out, with the reason.
     """
 
@@ -104,6 +105,8 @@ def max_length(
     max_noise: float = 1.0,
     allow: Collection[str] = ALLOW,
     folder: str | None = None,
+    host_memory: int | str | None = None,
+    bandwidth: float | str | None = None,
     shards: Shards | None = None,
     multiple: int = 64,
 ) -> LongestSequence:
@@ -125,6 +128,8 @@ def max_length(
         max_noise: As for :func:`rmm_linear.fit`; noise is that of ``example``.
         allow: As for :func:`rmm_linear.fit`.
         folder: As for :func:`rmm_linear.fit`.
+        host_memory: As for :func:`rmm_linear.fit`.
+        bandwidth: As for :func:`rmm_linear.fit`.
         shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
         multiple: Lengths are multiples of it.
 
@@ -157,8 +162,9 @@ def max_length(
         batch = resized(example, batch_size)
         sizes = Sizes(lambda count: lengthened(batch, count * multiple), large // 2, large, most, _TOLERANCE)
         work = Fitting(
-            model, sizes.batch(large), memory, optimizer=optimizer, allow=allow, folder=folder, shards=shards
-        )
+            model, sizes.batch(large), memory, optimizer=optimizer, allow=allow, folder=folder,
+            host_memory=host_memory, bandwidth=bandwidth, shards=shards,
+        )  # fmt: skip
         search = SizeSearch(work, sizes)
         found = search.find(max_noise, example)
         slope = search.slope(found) / (multiple * batch_size)
@@ -167,7 +173,7 @@ def max_length(
     elif found.size == most:
         binds = "nothing" if positions is None else "positions"
     else:
-        binds = _moment(found.plan, work.proposals.names)
+        binds = f"{work.binds(found.plan) or 'the device memory'}, in the {_moment(found.plan, work.proposals.names)}"
     trained = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     notes = found.notes
     if positions is None and isinstance(trained, int) and found.size * multiple > trained:
@@ -181,6 +187,7 @@ def max_length(
         peak=found.peak,
         memory=work.total or 0,
         bytes_per_token=slope,
+        host_bytes=work.static.host + (0 if found.plan is None else found.plan.host),
         binds=binds,
         notes=notes,
     )

@@ -13,6 +13,7 @@ from rmm_linear.fitting.link import SPEED, Link
 from rmm_linear.fitting.noise import Noise, measure_noise
 from rmm_linear.fitting.settings import NARROW, PACK, SETTINGS, SKETCH, Conversions, Setting, converting
 from rmm_linear.fitting.times import Times, time_options
+from rmm_linear.memory.inputs import rows_in
 from rmm_linear.planning.blocks.measure import Costs
 from rmm_linear.planning.blocks.plan import (
     ATTENTION,
@@ -31,10 +32,17 @@ from rmm_linear.planning.blocks.plan import (
 from rmm_linear.planning.blocks.plan_blocks import Recomputations
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.step.step import has_memory
+from rmm_linear.planning.tiles.find import find_tiles
+from rmm_linear.planning.tiles.slices import GRANULE
+from rmm_linear.planning.tiles.tile import ROWS, ROWS_OF_ACCELERATORS
 
 _NOMINAL = 1e-3  # of the noise of settings, by their order, where it is not known
 ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD, TILE)
 _LONG = 0.2  # of a block's operations: attention of long sequences
+# Slices of a tiled block: 16, so that what one of them takes is little beside its input and output, of rows that keep a
+# device busy.
+_SLICES, _SEVERAL = 16, 4
+_LEAST, _FEW = {"cpu": 64}, 1024
 _COMPOSED = "tenth"  # the setting that is composed with other words
 
 
@@ -65,6 +73,8 @@ class Candidates:
         self._waits: dict[tuple[str, str], float] = {}
         self.slice = 0  # rows
         self.tiles: dict[str, float] = {}  # by block, the operations of the forward pass of what runs in slices
+        if TILE in self.allow:
+            self._find_tiles()
 
     def add(self, max_noise: float, sampled: Any = None) -> Proposals:
         """Measure every allowed option; a layer's variance ratio, on ``sampled``, may be ``max_noise`` at most."""
@@ -112,6 +122,20 @@ class Candidates:
             new = next((row.option for row in rows if row is not None), None)
             if new is not None and new not in options:
                 self._try(new, rows)
+
+    def _find_tiles(self) -> None:
+        """Find the blocks of which something can run in slices, if there are several of them."""
+        rows = rows_in(self.example)
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        self.slice = min(ROWS.get(device, ROWS_OF_ACCELERATORS), max(_LEAST.get(device, _FEW), rows // _SLICES))
+        self.slice -= self.slice % GRANULE
+        if rows < _SEVERAL * self.slice:
+            return
+        for block in self.costs.blocks:
+            module = self.model.get_submodule(block.name)
+            found = [module.get_submodule(one.name) for one in find_tiles(module).tiles]
+            weights = sum(p.numel() for one in found for p in one.parameters() if p.dim() == 2)
+            self.tiles |= {block.name: 2.0 * rows * weights} if found else {}
 
     def _composed(
         self, rows: Sequence[PlannedBlock], option: str, word: str, where: Callable[[PlannedBlock], bool]

@@ -149,9 +149,10 @@ class SizeSearch:
     def _solved(self, lines: _Lines, size: int) -> BlockPlan | None:
         """Return the plan of least memory for a size, simulated with it."""
         proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size))
-        options = proposals.options
+        options, host = proposals.options, proposals.host
+        chosen = choose(options, least(options, host), self.work.cost, solver="rounded", host=host)
         try:
-            return proposals.judge(choose(options, least(options), self.work.cost, solver="rounded") or [])
+            return None if chosen is None else proposals.judge(chosen)
         except torch.OutOfMemoryError:
             return None
 
@@ -219,6 +220,7 @@ class _Lines:
                     row,
                     kept=self.sizes.between(size, less[row.option].kept, row.kept),
                     worst=self.sizes.between(size, less[row.option].worst, row.worst),
+                    host=self.sizes.between(size, less[row.option].host, row.host),
                 )
                 for row in [row for row in rows if row.option == only] or rows
             ]
@@ -228,4 +230,5 @@ class _Lines:
     def least(self, size: int, only: str = "") -> int:
         """Return the least peak of the options for a size."""
         rows = self.rows(size, only)
-        return least([[Option(row.option, row.kept, row.worst, 0.0) for row in block] for block in rows])
+        options = [[Option(row.option, row.kept, row.worst, 0.0, host=row.host) for row in block] for block in rows]
+        return least(options, self.proposals.host)

@@ -13,11 +13,11 @@ from torch import nn
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.planning.blocks.find import owner_of
-from rmm_linear.planning.blocks.plan import CONVERT, PlannedBlock
+from rmm_linear.planning.blocks.plan import CONVERT, TILE, PlannedBlock
 from rmm_linear.planning.step.step import copied
 
 SKETCH, PACK = "sketch", "pack"
-LINEAR = "linear"
+LINEAR, LOGITS = "linear", "logits"
 NARROW = "narrow"
 
 
@@ -90,7 +90,7 @@ class Conversions:
         found = dict[str, Setting]()
         for setting in SETTINGS:
             does = {name: setting.fields[operation] for name, operation in self.chosen(block, setting).items()}
-            parts = {SKETCH if operation == LINEAR else PACK for operation in self.chosen(block, setting).values()}
+            parts = {_part(operation, allowed) for operation in self.chosen(block, setting).values()}
             if does and parts <= {*allowed}:
                 found.setdefault(repr(sorted(does.items())), setting)
         return list(found.values())
@@ -147,6 +147,13 @@ class Conversions:
             if PACK not in setting.parts:
                 left += [name for name in self._names if owner_of(name, [block]) and name not in converted]
         return left
+
+
+def _part(operation: str, allowed: Iterable[str]) -> str:
+    """Return what allows to convert an operation; a loss in chunks is exact, and runs in slices as tiles do."""
+    if operation == LOGITS:
+        return TILE if TILE in allowed else PACK
+    return SKETCH if operation == LINEAR else PACK
 
 
 def _saved_anyway(model: nn.Module, example: Any) -> set[str]:

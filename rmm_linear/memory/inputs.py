@@ -151,6 +151,14 @@ def sequences_in(batch: Any) -> int:
     return sizes.most_common(1)[0][0] if sizes else 0
 
 
+def rows_in(batch: Any) -> int:
+    """Return the rows that the layers of a model get of a batch: its tokens, or the rows of its largest tensor."""
+    tensors = [] if callable(batch) else [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    tokens = [leaf.numel() for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
+    others = [leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.dim() > 1 and leaf.numel()]
+    return max(tokens or others, default=0)
+
+
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.

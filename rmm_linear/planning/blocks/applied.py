@@ -9,12 +9,13 @@ from torch import nn
 
 from rmm_linear._support.provided import provided
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.planning.blocks.plan import APPLIED, ATTENTION, CONVERT, KEEP, OFFLOAD, SELECTIVE, BlockPlan
+from rmm_linear.planning.blocks.plan import APPLIED, ATTENTION, CONVERT, KEEP, OFFLOAD, SELECTIVE, TILE, BlockPlan
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
 from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
+from rmm_linear.planning.tiles.apply import tiles_of
 
 _PLAN = "rmm_plan"  # attribute of a model with a plan
 _SAVES = {SELECTIVE: PRODUCTS, ATTENTION: ATTENTIONS}
@@ -91,6 +92,8 @@ def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module])
     chain = OffloadChain(plan.folder)  # the order of a block's executors is that from the inside
     for block in plan.blocks:
         module = modules[block.name]
+        if TILE in block.words:
+            found += tiles_of(module, block.rows or None)
         if how := block.recomputation:
             found += [Recomputed(modules[name]) for name in block.inner]
             found.append(Recomputed(module, _SAVES.get(how, frozenset())))

@@ -30,6 +30,9 @@ from rmm_linear.planning.tiles.slices import RowSlices
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
 
+_FREED = "Trying to backward through a tile a second time, but what it saved is freed. Use retain_graph=True in the "
+_FREED += "first backward pass."
+
 
 @dataclass(eq=False)
 class TileCall:
@@ -143,16 +146,17 @@ class RepeatedTile(_TileFunction):
     def forward(ctx: Any, call: TileCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the slices without gradients."""
         replayed: Any = call.replayed
+        given = call.streams + call.others
+        # Saved first: a checkpoint around it that runs again ends here, where nothing else is saved after this.
+        ctx.saved = _saved(tensors[:given])
         seen = replayed.seen()
         with replayed.autocast():
             wholes = call.outputs(tensors)
-        given = call.streams + call.others
         ctx.call, ctx.seen = call, _as_drawn(seen, replayed)
         ctx.trained = [
             one for one, need in zip(tensors[given:], ctx.needs_input_grad[1 + given :], strict=True) if need
         ]
         _set_up(ctx, call, tensors, wholes)
-        ctx.save_for_backward(*tensors[:given])
         return tuple(wholes)
 
     @staticmethod
@@ -160,7 +164,11 @@ class RepeatedTile(_TileFunction):
         """Run every slice again, with a graph of its own."""
         call: TileCall = ctx.call
         replayed: Any = call.replayed
-        needs, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
+        if ctx.saved is None:
+            raise RuntimeError(_FREED)
+        needs, saved = ctx.needs_input_grad[1:], ctx.saved.saved_tensors
+        if not _keeps_graph():
+            ctx.saved = None
 
         def slices() -> Iterator[tuple[list[Tensor | None], list[Tensor]]]:
             is_first = True
@@ -183,6 +191,25 @@ class RepeatedTile(_TileFunction):
             return (None,) * len(ctx.needs_input_grad)
         with replayed.again(ctx.seen), _without_hooks(ctx.trained):
             return RepeatedTile._results(ctx, gradients, slices)
+
+
+class _Saved(torch.autograd.Function):
+    """Saves tensors, and does nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def _saved(tensors: Sequence[Tensor]) -> Any:
+    """Save tensors as autograd does, and return the node that has them."""
+    with torch.enable_grad():
+        return _Saved.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors)).grad_fn
 
 
 class CodedTile(_TileFunction):
@@ -226,10 +253,7 @@ class CodedTile(_TileFunction):
         def slices() -> Iterator[tuple[list[GradientEdge | None], list[Any]]]:
             for number, graph in enumerate(ctx.graphs):
                 if graph is None:
-                    raise RuntimeError(
-                        "Trying to backward through a tile a second time, but what it saved is freed. Use "
-                        "retain_graph=True in the first backward pass."
-                    )
+                    raise RuntimeError(_FREED)
                 ends, starts = graph
                 if not is_kept:
                     ctx.graphs[number] = graph = None

@@ -38,7 +38,7 @@ def test_fake_memory_of_an_accelerator_lives_until_it_is_copied() -> None:
         chain, living = OffloadChain(), []
         for _ in range(4):
             call = chain.enter()
-            packer = offload_pack.Packer(nn.Module(), chain.takes, call.save)
+            packer = offload_pack.Packer(nn.Module(), chain.takes_from, call.save)
             storage = (tensor := torch.empty(512, 64, device="cuda")).untyped_storage()
             living.append((weakref.ref(storage), packer(tensor)))
             del storage, tensor, packer

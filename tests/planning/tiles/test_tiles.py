@@ -17,6 +17,7 @@ from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
+from rmm_linear.planning.step.flops import PRODUCTS
 from rmm_linear.planning.tiles.slices import balanced
 from rmm_linear.planning.tiles.tile import Tile
 
@@ -244,7 +245,7 @@ def test_tiles_inside_of_recomputed_and_offloaded_blocks(outer, tmp_path):
         expected = step(model, x)
         run, attached = model, []
         if outer in ("recompute", "selective", "both"):
-            attached.append(Recomputed(model, selective=outer == "selective"))
+            attached.append(Recomputed(model, PRODUCTS if outer == "selective" else ()))
             attached[-1].attach()
         if outer in ("offload", "both"):
             attached.append(Offloaded(model, OffloadChain(tmp_path)))
@@ -255,6 +256,19 @@ def test_tiles_inside_of_recomputed_and_offloaded_blocks(outer, tmp_path):
         while attached:
             attached.pop().detach()
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_recomputed_block_runs_the_tile_at_its_end_no_third_time():
+    """Recomputation ends when all that was saved is there again: before the slices, which the backward pass runs."""
+    model, x = Block(), torch.randn(2, 512, WIDTH)
+    seen = []
+    model.mlp.down.register_forward_hook(lambda module, args, output: seen.append(len(args[0].flatten(0, -2))))
+    with tiled(model.mlp):
+        outer = Recomputed(model)
+        outer.attach()
+        step(model, x)
+        outer.detach()
+    assert sum(seen) == 2 * 1024
 
 
 def test_copies_have_a_tile_of_their_own():
