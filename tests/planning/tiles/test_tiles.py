@@ -10,6 +10,7 @@ import pytest
 import torch
 from tile_helpers import WIDTH, Block, Gated, Stack, beyond, error, same, step, tiled
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
@@ -17,6 +18,7 @@ from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
+from rmm_linear.planning.offload.copies import FileCopy
 from rmm_linear.planning.tiles.slices import balanced
 from rmm_linear.planning.tiles.tile import Tile
 
@@ -257,6 +259,18 @@ def test_tiles_inside_of_recomputed_and_offloaded_blocks(outer, tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
+def test_nothing_but_autograd_holds_the_inputs_of_tiles():
+    model, x = Block(), torch.randn(1, 512, WIDTH, requires_grad=True)
+    made = list[StorageWeakRef]()
+    model.mlp.register_forward_pre_hook(lambda _, args: made.append(StorageWeakRef(args[0].untyped_storage())))
+    with tiled(model.mlp), tiled(model.norm):
+        output = checkpoint(model, x, use_reentrant=False)
+        assert made[0].expired()
+        output.sum().backward()
+    assert len(made) == 2
+    assert made[1].expired()
+
+
 def test_copies_have_a_tile_of_their_own():
     model, x = Stack(1), torch.randn(1, 512, WIDTH)
     names = [*model.state_dict()]
@@ -361,14 +375,18 @@ def test_converted_inside_of_a_recomputed_block(checkpointed, tmp_path):
         assert 0 < error(found[4], expected[4]) < 2 * error(plain[4], expected[4])
 
 
-def test_offloaded_codes_of_slices_give_the_same_gradients(tmp_path):
-    model, x = Stack(1), torch.randn(2, 4096, WIDTH)
+def test_offloaded_codes_of_slices_come_back_once(tmp_path, monkeypatch):
+    model, x, begun = Stack(1), torch.randn(2, 2048, WIDTH), list[int]()
     convert(model)
-    with tiled(model.blocks[0].mlp, 1024):
+    monkeypatch.setattr("rmm_linear.planning.offload.pack.SMALL", 1024)
+    with tiled(model.blocks[0].mlp, 512):
         step(model, x)
         expected = step(model, x)
         one = Offloaded(model.blocks[0], OffloadChain(tmp_path))
         one.attach()
+        begin = FileCopy.begin
+        monkeypatch.setattr(FileCopy, "begin", lambda copy: begun.append(id(copy)) or begin(copy))
         found = step(model, x)
         one.detach()
     assert all(map(torch.equal, found, expected))
+    assert len(begun) == len(set(begun)) > 8

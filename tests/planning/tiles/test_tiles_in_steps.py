@@ -47,7 +47,9 @@ def test_steps(name, monkeypatch):
     assert [one is None for one in found] == [one is None for one in expected]
     limit = 2e-2 if "autocast" in name else 1e-5
     pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
-    assert all(error(one, other) < limit if one.is_floating_point() else torch.equal(one, other) for one, other in pairs)
+    assert all(
+        error(one, other) < limit if one.is_floating_point() else torch.equal(one, other) for one, other in pairs
+    )
 
 
 @pytest.mark.parametrize("change", [cases.replace_weight, lambda trial: trial.x.mul_(2)])
