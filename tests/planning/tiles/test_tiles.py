@@ -19,6 +19,7 @@ from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.offload.copies import FileCopy
+from rmm_linear.planning.step.flops import count_flops
 from rmm_linear.planning.tiles.slices import balanced
 from rmm_linear.planning.tiles.tile import Tile
 
@@ -302,6 +303,8 @@ def test_the_simulated_peak_is_the_real_one_without_weights_too():
     with LiveTensors(real):
         model(x).sum().backward()
     assert found == real.bytes < 0.5 * plain
+    # The operations are those of all slices, of which the simulation runs a few.
+    assert count_flops(model, x) > 1.2 * count_flops(Stack(2), x)
     assert simulate(model.to("meta"), x.to("meta")).bytes == found
 
 
