@@ -28,7 +28,7 @@ class Recomputed:
         """Wrap a module's forward pass, for :meth:`attach`. ``selective`` saves the results of products."""
         self.module = module
         self.selective = selective
-        self.replaced = module.__dict__.get("forward")  # by another library
+        self.replaced: Any = None  # by another library, or by tiles
 
     @property
     def inner(self) -> Callable[..., Any]:
@@ -37,6 +37,7 @@ class Recomputed:
 
     def attach(self) -> None:
         """Recompute the module from now on."""
+        self.replaced = self.module.__dict__.get("forward")
         self.module.forward = self
 
     def detach(self) -> None:

@@ -114,7 +114,7 @@ class Offloaded:
         self.module = module
         self.chain = chain
         self.inner: Callable[..., Any] = module.forward
-        self.replaced = module.__dict__.get("forward")  # by another library
+        self.replaced: Any = None  # by another library, or another executor
 
     def attach(self) -> None:
         """Offload what the module saves from now on."""
@@ -130,6 +130,7 @@ class Offloaded:
                     f"offload knows CUDA and the CPU, got {type(self.module).__name__} on {tensor.device}. "
                     "Leave offload out."
                 )
+        self.inner, self.replaced = self.module.forward, self.module.__dict__.get("forward")
         self.module.forward = self  # pyright: ignore[reportAttributeAccessIssue]
 
     def detach(self) -> None:

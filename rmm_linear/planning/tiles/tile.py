@@ -140,7 +140,7 @@ class Tile:
         is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in (*tensors, *trained))
         # What activation checkpointing drops, or has dropped, is exact, and is not to be kept by slices either.
         is_exact = is_checkpointed() or in_backward()
-        is_coded = any(not is_exact or one.rmm_config.checkpointed != "exact" for one in converted)
+        is_coded = any(one.training and (not is_exact or one.rmm_config.checkpointed != "exact") for one in converted)
         repeated = None
         if is_recorded and not is_coded:
             repeated = Replayed([self.module] if self.parts is None else roots, tensors, draws=True)

@@ -260,6 +260,20 @@ def test_tiles_inside_of_recomputed_and_offloaded_blocks(outer, tmp_path):
     assert all(map(torch.equal, found, expected))
 
 
+def test_executors_of_one_module_are_made_before_they_are_attached(tmp_path):
+    module, x = Gated(), torch.randn(1, 512, WIDTH)
+    executors = [Tile(module, 128), Recomputed(module), Offloaded(module, OffloadChain(tmp_path))]
+    expected = step(module, x)
+    for one in executors:
+        one.attach()
+    found = step(module, x)
+    assert same(found, expected)
+    assert not torch.equal(found[2], expected[2])  # sums in another order: it did run in slices
+    for one in reversed(executors):
+        one.detach()
+    assert "forward" not in vars(module)
+
+
 def test_nothing_but_autograd_holds_the_inputs_of_tiles():
     model, x = Block(), torch.randn(1, 512, WIDTH, requires_grad=True)
     made = list[StorageWeakRef]()
