@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.activations.own_forward import without_tiles
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message
 from rmm_linear.context.model_context import ModelContext
@@ -94,7 +95,8 @@ def convert(
             "convert takes a model that is not converted yet, got one with converted modules. "
             "Call rmm_linear.revert(model) first."
         )
-    report, linears, packed = _choose(model, config, names, example)
+    with without_tiles(model):
+        report, linears, packed = _choose(model, config, names, example)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     sketched = {name: sketched_class(module) for name, module in linears.items()}

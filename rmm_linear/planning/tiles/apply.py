@@ -113,8 +113,8 @@ def tile(model: nn.Module, rows: int | None = None, modules: str | Sequence[str]
     Time: the forward pass of what is tiled runs twice, about a quarter more for an MLP that is not recomputed anyway.
     Where the modules inside are converted, they run once, and save their codes slice by slice.
 
-    ``rmm_linear.revert(model)`` undoes it. Use it before a plan is applied, and before DistributedDataParallel; before
-    or after ``convert``, ``get_peft_model`` and ``fully_shard``.
+    ``rmm_linear.revert(model)`` undoes it. Use it before a plan is applied; before or after ``convert``,
+    ``get_peft_model``, ``fully_shard`` and DistributedDataParallel.
 
     Args:
         model: A model, also one without weights (on the meta device).

@@ -173,15 +173,14 @@ class RepeatedTile(_TileFunction):
         def slices() -> Iterator[tuple[list[Tensor | None], list[Tensor]]]:
             is_first = True
             for begin, length in call.cut.slices:
-                parts = [
-                    one.requires_grad_(need) for one, need in zip(call.parts(saved, begin, length), needs, strict=False)
-                ]
                 with torch.enable_grad(), replayed.autocast():
+                    parts = _entered(call.parts(saved, begin, length), needs)
                     found = call.leaves(call.run(parts))
-                starts = [*(one for one in parts if one.requires_grad), *ctx.trained]
+                starts = [one for one, need in zip(parts, needs, strict=False) if need]
                 if is_first:
-                    call.check_leaves(found, starts)
+                    call.check_leaves(found, [*map(_anchor_of, starts), *ctx.trained])
                     is_first = False
+                starts += ctx.trained
                 ends = [one if one.requires_grad else None for one in found]
                 del found, parts
                 yield ends, starts
@@ -224,19 +223,14 @@ class CodedTile(_TileFunction):
 
         def enter(parts: Sequence[Tensor]) -> Any:
             with torch.enable_grad():
-                entered = [
-                    _Entry.apply(one.new_empty(0).requires_grad_(), one) if need else one
-                    for one, need in zip(parts, needs, strict=False)
-                ]
+                entered = _entered(parts, needs)
                 found = call.run(entered)
                 starts = [get_gradient_edge(one) for one, need in zip(entered, needs, strict=False) if need]
                 leaves = call.leaves(found)
                 ends = [get_gradient_edge(one) if one.requires_grad else None for one in leaves]
             if not graphs:
-                anchors: list[Any] = [edge.node.next_functions[0][0] for edge in starts]
-                call.check_leaves(
-                    [one for one in leaves if one.requires_grad], [*(anchor.variable for anchor in anchors), *trained]
-                )
+                known = [_anchor_of(one) for one, need in zip(entered, needs, strict=False) if need]
+                call.check_leaves([one for one in leaves if one.requires_grad], [*known, *trained])
             graphs.append((ends, starts))
             return found
 
@@ -266,7 +260,10 @@ class CodedTile(_TileFunction):
 
 
 class _Entry(torch.autograd.Function):
-    """Begins the graph of a slice at a node that does not hold the slice, as a leaf would."""
+    """Begins the graph of a slice at a node that does not hold the slice, as a leaf would.
+
+    Nor do hooks of modules, which other tools register, take it for a parameter.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, part: Tensor) -> Tensor:
@@ -275,6 +272,18 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         return None, None
+
+
+def _entered(parts: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor]:
+    return [
+        _Entry.apply(one.new_empty(0).requires_grad_(), one) if need else one
+        for one, need in zip(parts, needs, strict=False)
+    ]
+
+
+def _anchor_of(entered: Any) -> Tensor:
+    """Return the leaf behind a slice, which has no elements."""
+    return entered.grad_fn.next_functions[0][0].variable
 
 
 class GradientSums:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,12 @@ class RowSlices:
     def dim(self) -> int:
         """The dimension that is cut."""
         return len(self.lead) - 1
+
+    def sample(self) -> RowSlices:
+        """Return three of many slices, which have the peak of all: the first, a later one, and the last."""
+        if len(self.slices) <= 3:
+            return self
+        return replace(self, slices=(*self.slices[:2], self.slices[-1]))
 
     def part_shape(self, length: int) -> tuple[int, ...]:
         """Return the leading dimensions of a slice."""

@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
 
 from rmm_linear.context.surroundings import in_backward, is_checkpointed
 from rmm_linear.context.unmasked import unmasked
 from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.memory.peak import LiveTensors
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.tiles.function import CodedTile, RepeatedTile, TileCall
 from rmm_linear.planning.tiles.slices import Streams, streams_of
@@ -136,12 +140,13 @@ class Tile:
         is_recorded = torch.is_grad_enabled() and any(one.requires_grad for one in (*tensors, *trained))
         # What activation checkpointing drops, or has dropped, is exact, and is not to be kept by slices either.
         is_exact = is_checkpointed() or in_backward()
-        is_coded = any(not is_exact or one.rmm_config.checkpointed != "exact" for one in converted)
+        is_coded = any(one.training and (not is_exact or one.rmm_config.checkpointed != "exact") for one in converted)
         repeated = None
         if is_recorded and not is_coded:
             repeated = Replayed([self.module] if self.parts is None else roots, tensors, draws=True)
         name = f"{type(self.module).__name__}{'' if self.method == 'forward' else f'.{self.method}'}"
-        call = TileCall(run, found.cut, len(found.streams), len(found.others), repeated, name)
+        cut = found.cut if is_coded or not _is_simulated(tensors) else found.cut.sample()
+        call = TileCall(run, cut, len(found.streams), len(found.others), repeated, name)
         with unmasked(converted) if converted else nullcontext():
             if is_recorded:
                 wholes = (CodedTile if is_coded else RepeatedTile).apply(call, *tensors, *trained)
@@ -154,6 +159,15 @@ class Tile:
         if not self._said:
             self._said = True
             logger.warning("%s runs as a whole, and not in slices: it %s.", type(self.module).__name__, why)
+
+
+def _is_simulated(tensors: Sequence[Tensor]) -> bool:
+    """Say whether nothing but live bytes is asked for, of tensors without values: no operations, and no results."""
+    if not any(isinstance(one, FakeTensor) for one in tensors):
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    counts = any(type(mode).__module__ == FlopCounterMode.__module__ for mode in modes)
+    return any(isinstance(mode, LiveTensors) for mode in modes) and not counts
 
 
 def _run(tile: Tile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

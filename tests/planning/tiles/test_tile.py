@@ -136,6 +136,15 @@ def test_before_and_after_convert(is_first):
     assert all(map(torch.equal, step(model, x), expected))
 
 
+def test_convert_finds_in_tiles_without_values_what_it_finds_without_tiles():
+    model = tiny_model("llama", layers=1).to("meta")
+    expected = {name: entry.operation for name, entry in convert(model).packed.items()}
+    revert(model)
+    tile(model, ROWS)
+    assert {name: entry.operation for name, entry in convert(model).packed.items()} == expected
+    assert "forward" in vars(model.model.layers[0].mlp)
+
+
 def test_padding_is_kept_in_codes_of_slices_and_gradients_are_unbiased():
     model = tiny_model("roberta", dropout=0.0, layers=1).train()
     given = batch(model)

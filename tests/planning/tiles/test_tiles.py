@@ -10,6 +10,7 @@ import pytest
 import torch
 from tile_helpers import WIDTH, Block, Gated, Stack, beyond, error, same, step, tiled
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
@@ -17,7 +18,8 @@ from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
-from rmm_linear.planning.step.flops import PRODUCTS
+from rmm_linear.planning.offload.copies import FileCopy
+from rmm_linear.planning.step.flops import PRODUCTS, count_flops
 from rmm_linear.planning.tiles.slices import balanced
 from rmm_linear.planning.tiles.tile import Tile
 
@@ -271,6 +273,32 @@ def test_a_recomputed_block_runs_the_tile_at_its_end_no_third_time():
     assert sum(seen) == 2 * 1024
 
 
+def test_executors_of_one_module_are_made_before_they_are_attached(tmp_path):
+    module, x = Gated(), torch.randn(1, 512, WIDTH)
+    executors = [Tile(module, 128), Recomputed(module), Offloaded(module, OffloadChain(tmp_path))]
+    expected = step(module, x)
+    for one in executors:
+        one.attach()
+    found = step(module, x)
+    assert same(found, expected)
+    assert not torch.equal(found[2], expected[2])  # sums in another order: it did run in slices
+    for one in reversed(executors):
+        one.detach()
+    assert "forward" not in vars(module)
+
+
+def test_nothing_but_autograd_holds_the_inputs_of_tiles():
+    model, x = Block(), torch.randn(1, 512, WIDTH, requires_grad=True)
+    made = list[StorageWeakRef]()
+    model.mlp.register_forward_pre_hook(lambda _, args: made.append(StorageWeakRef(args[0].untyped_storage())))
+    with tiled(model.mlp), tiled(model.norm):
+        output = checkpoint(model, x, use_reentrant=False)
+        assert made[0].expired()
+        output.sum().backward()
+    assert len(made) == 2
+    assert made[1].expired()
+
+
 def test_copies_have_a_tile_of_their_own():
     model, x = Stack(1), torch.randn(1, 512, WIDTH)
     names = [*model.state_dict()]
@@ -302,6 +330,8 @@ def test_the_simulated_peak_is_the_real_one_without_weights_too():
     with LiveTensors(real):
         model(x).sum().backward()
     assert found == real.bytes < 0.5 * plain
+    # The operations are those of all slices, of which the simulation runs a few.
+    assert count_flops(model, x) > 1.2 * count_flops(Stack(2), x)
     assert simulate(model.to("meta"), x.to("meta")).bytes == found
 
 
@@ -375,14 +405,18 @@ def test_converted_inside_of_a_recomputed_block(checkpointed, tmp_path):
         assert 0 < error(found[4], expected[4]) < 2 * error(plain[4], expected[4])
 
 
-def test_offloaded_codes_of_slices_give_the_same_gradients(tmp_path):
-    model, x = Stack(1), torch.randn(2, 4096, WIDTH)
+def test_offloaded_codes_of_slices_come_back_once(tmp_path, monkeypatch):
+    model, x, begun = Stack(1), torch.randn(2, 2048, WIDTH), list[int]()
     convert(model)
-    with tiled(model.blocks[0].mlp, 1024):
+    monkeypatch.setattr("rmm_linear.planning.offload.pack.SMALL", 1024)
+    with tiled(model.blocks[0].mlp, 512):
         step(model, x)
         expected = step(model, x)
         one = Offloaded(model.blocks[0], OffloadChain(tmp_path))
         one.attach()
+        begin = FileCopy.begin
+        monkeypatch.setattr(FileCopy, "begin", lambda copy: begun.append(id(copy)) or begin(copy))
         found = step(model, x)
         one.detach()
     assert all(map(torch.equal, found, expected))
+    assert len(begun) == len(set(begun)) > 8
