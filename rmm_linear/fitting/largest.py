@@ -16,7 +16,7 @@ from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.resize import resized, sequences_of
-from rmm_linear.fitting.search import SizeSearch, Sizes, check_size
+from rmm_linear.fitting.search import Sizes, SizeSearch, check_size
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.plan import BlockPlan
 

@@ -17,7 +17,7 @@ from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.resize import length_of, lengthened, resized, usable_positions
-from rmm_linear.fitting.search import MOST, SizeSearch, Sizes, check_size
+from rmm_linear.fitting.search import MOST, Sizes, SizeSearch, check_size
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import BlockPlan
