@@ -73,9 +73,7 @@ def _of_host(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _said(arguments: argparse.Namespace) -> str:
-    adapters = (
-        f"LoRA of rank {arguments.rank} on all linear layers but the head, in {arguments.adapters}; frozen weights "
-    )
+    adapters = f"LoRA of rank {arguments.rank} on all linear layers but the head, in {arguments.adapters}; frozen "
     trained = {
         "full": "All weights are trained, in bfloat16.",
         "lora": f"{adapters}weights in bfloat16.",
