@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from functools import partial
+from textwrap import fill
 
 import torch
 
@@ -63,7 +64,10 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
 
 def _said(arguments: argparse.Namespace) -> str:
     adapters = f"LoRA of rank {arguments.rank} on all linear layers but the head, in {arguments.adapters}; frozen "
-    trained = {"full": "All weights are trained, ", "lora": adapters, "qlora": adapters}[arguments.method]
-    weights = "weights in 4 bits" if arguments.method == "qlora" else "weights in bfloat16"
+    trained = {
+        "full": "All weights are trained, in bfloat16.",
+        "lora": f"{adapters}weights in bfloat16.",
+        "qlora": f"{adapters}linear layers in 4 bits, other weights in bfloat16.",
+    }
     state = " Parameters, gradients and the optimizer's state lie on the host." if arguments.offload_state else ""
-    return f"{trained}{weights}. Optimizer: {arguments.optimizer}.{state}"
+    return fill(f"{trained[arguments.method]} Optimizer: {arguments.optimizer}.{state}", 100)

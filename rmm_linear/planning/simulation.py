@@ -21,10 +21,10 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
     activations, gradients of the parameters, temporary results. Parameters, buffers and the batch exist before the step
     and are not counted, nor is the workspace inside of an operator, which only the allocator sees: convolutions have
     some. :func:`rmm_linear.planning.workspace` measures it in a real step. The chunk of logits that a loss in chunks
-    makes at a time is counted on a GPU. The model, its gradients and the random number generators stay as they are. It
-    takes about as long as a step of a small model, whatever the size. Fake tensors have no values: a model that leaves
-    a mask out because it masks nothing is simulated with the mask. What a converted model saves depends on its padding,
-    so its step runs on real tensors.
+    makes at a time is counted on a GPU, and the weight that a product of bitsandbytes dequantizes, everywhere. The
+    model, its gradients and the random number generators stay as they are. It takes about as long as a step of a small
+    model, whatever the size. Fake tensors have no values: a model that leaves a mask out because it masks nothing is
+    simulated with the mask. What a converted model saves depends on its padding, so its step runs on real tensors.
 
     A model on the meta device, which has shapes and no weights, is simulated as if it were on the CPU, so it may be too
     large for the machine. A converted one is taken to have no padding, whatever its mask: no row is left out, so what

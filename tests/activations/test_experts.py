@@ -11,8 +11,10 @@ import transformers as hf
 from helpers import gradients
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import moe
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -25,7 +27,7 @@ from rmm_linear import convert, revert
 from rmm_linear.activations.experts import PackedExperts, gate_pairs, why_exact
 from rmm_linear.config import OPERATIONS
 from rmm_linear.memory import track_saved
-from rmm_linear.ops.experts import decode_experts, encode_experts, grouped_outer, grouped_product
+from rmm_linear.ops.experts import decode_experts, encode_experts, experts_parts, grouped_outer, grouped_product
 from rmm_linear.packing import encoded_parts
 from rmm_linear.packing.stored import stored_bytes
 
@@ -236,6 +238,27 @@ def test_the_errors_of_codes_are_independent():
     errors = [one - matrix for one in decode_experts(stored, [(200, 128, 4)] * 3, torch.float32)]
     found = torch.corrcoef(torch.stack(errors).flatten(1))
     assert (found - torch.eye(3)).abs().max() < 5 / matrix.numel() ** 0.5
+
+
+class Counted(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_simulated_step_decodes_without_an_operation_for_every_few_rows():
+    shapes = [(2**12, 4096, 4), None, (2**12, 64, 3)]
+    with FakeTensorMode(), Counted() as counted:
+        stored = torch.empty(stored_bytes(experts_parts(shapes)), dtype=torch.uint8)
+        found = [*decode_experts(stored, shapes, torch.bfloat16)]
+    assert [None if one is None else (one.shape, one.dtype) for one in found] == [
+        ((2**12, 4096), torch.bfloat16),
+        None,
+        ((2**12, 64), torch.bfloat16),
+    ]
+    assert 0 < counted.number < 50
 
 
 def test_gradients_add_up_over_passes_with_errors_of_their_own():
