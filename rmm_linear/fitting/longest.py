@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.quiet import quiet
-from rmm_linear._support.sizes import show_both, show_bytes
+from rmm_linear._support.sizes import read_bytes, show_both, show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear.fitting.fit import check_arguments
@@ -22,8 +22,11 @@ from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.step.step import has_memory
+from rmm_linear.planning.step.watch import watch
 
-_MEASURED = 16384  # tokens; without weights, a step takes as long to simulate whatever its length
+# Tokens; without weights, a step takes as long to simulate whatever its length. Bytes are lines of the length piece by
+# piece, so options are measured near the longest sequence: where a token takes a thirtieth of what it takes exactly.
+_FIRST, _SHARE = 16384, 30
 _TOLERANCE = 0.005
 
 
@@ -157,9 +160,12 @@ def max_length(
     if most < 2:
         raise ValueError(f"multiple must be at most half of the model's {positions} positions, got {multiple}.")
     with quiet():
-        tokens = max(length_of(example), 0 if has_memory(model) else _MEASURED)
+        batch, tokens = resized(example, batch_size), length_of(example)
+        if not has_memory(model):
+            first = min(_FIRST, most * multiple)
+            peak = watch(model, lengthened(batch, first))[0].bytes
+            tokens = max(first, _SHARE * read_bytes("memory", memory) * first // peak // _FIRST * _FIRST)
         large = min(max(tokens // multiple, 2), most)
-        batch = resized(example, batch_size)
         sizes = Sizes(lambda count: lengthened(batch, count * multiple), large // 2, large, most, _TOLERANCE)
         work = Fitting(
             model, sizes.batch(large), memory, optimizer=optimizer, allow=allow, folder=folder,

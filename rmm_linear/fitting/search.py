@@ -6,7 +6,8 @@ along a line. Where a line meets the budget a plan is solved for, and a step wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,14 +16,17 @@ import torch
 
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least
 from rmm_linear.planning.budget import LEAST
+from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import watch
 
 MOST = 2**24  # more is taken for "any number"
+_LESS = 1e-6  # of a cost
 _TRIES = 8  # of plans, which are solved for every size
 
 Line = Callable[[int], int]
@@ -113,6 +117,13 @@ class SizeSearch:
             checkpointed = 0
             notes.append(f"Not every block can be recomputed. {error}")
         size, plan = self._largest(partial(self._solved, lines), lines.least, tries=_TRIES)
+        for _ in range(_TRIES):  # until a step of all blocks fits too
+            last = None if plan is None else self._judged(plan, size, is_last=True)
+            if last is None or last.predicted <= self.budget:
+                plan = last
+                break
+            size = int(size * self.budget / last.predicted)
+            plan = self._solved(lines, size)
         for known, other, option in ((checkpointed, again, RECOMPUTE), (exact, plain, KEEP)):
             if option in work.allow and (known > size or (option == KEEP and known == size)):
                 size, plan = known, other
@@ -136,11 +147,18 @@ class SizeSearch:
             return 0.0
         return (found.plan.predicted - there.predicted) / (found.size - other)
 
-    def _judged(self, plan: BlockPlan, size: int) -> BlockPlan | None:
-        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory."""
+    def _judged(self, plan: BlockPlan, size: int, *, is_last: bool = False) -> BlockPlan | None:
+        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory.
+
+        Without weights, like blocks stand for one another until the last step.
+        """
+        proposals = replace(self.work.proposals, example=self.sizes.batch(size))
         try:
-            with plan.applied() as planned:
-                peak = watch(planned, self.sizes.batch(size), held=self.work.proposals.held)[0]
+            if is_last or has_memory(self.work.model):
+                with plan.applied() as planned:
+                    peak = watch(planned, proposals.example, held=proposals.held)[0]
+            else:
+                peak = proposals.estimate(plan.blocks)
         except torch.OutOfMemoryError:
             return None
         known = replace(plan, memory=self.budget, predicted=peak.bytes, moment=peak.moment, peak=peak)
@@ -150,11 +168,16 @@ class SizeSearch:
         """Return the plan of least memory for a size, simulated with it."""
         proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size))
         options, host = proposals.options, proposals.host
-        chosen = choose(options, least(options, host), self.work.cost, solver="rounded", host=host)
-        try:
-            return None if chosen is None else proposals.judge(chosen)
-        except torch.OutOfMemoryError:
-            return None
+
+        def cost(option: Option) -> float:  # of options that cost the same, the one that needs less
+            return self.work.cost(option) + _LESS * option.worst / self.budget
+
+        chosen = choose(options, least(options, host), cost, solver="rounded", host=host)
+        plans = [
+            self._judged(proposals.plan(one, Peak()), size)
+            for one in ([] if chosen is None else [chosen, _evened(options, chosen)])
+        ]
+        return min(filter(None, plans), key=lambda plan: plan.predicted, default=None)
 
     def _largest(
         self, judge: Callable[[int], BlockPlan | None], line: Line, *, at_least: int = 1, tries: int = 30
@@ -184,6 +207,19 @@ class SizeSearch:
             if high - low <= 1 or (low and guess <= low * (1 + tolerance)):
                 break
         return low, best
+
+
+def _evened(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> list[int]:
+    """Give all blocks the most frequent choice that have it: while a block runs backward, the one before comes back.
+
+    What comes back is in no sum of options, and the more the less of it waited in the block that was measured.
+    """
+    names = [block[index].name for block, index in zip(options, chosen, strict=True)]
+    often = Counter(names).most_common(1)[0][0]
+    return [
+        next((place for place, one in enumerate(block) if one.name == often and one.host), index)
+        for block, index in zip(options, chosen, strict=True)
+    ]
 
 
 def _meeting(line: Line, budget: int, most: int) -> int:

@@ -62,10 +62,10 @@ class AppliedBlocks(Applied):
             self._attached.pop().detach()
 
 
-def offloaded_bytes(model: nn.Module) -> dict[str, int]:
-    """Return what each offloaded block of a planned model has copied out in its last step, in bytes."""
+def offloaded(model: nn.Module) -> dict[str, Offloaded]:
+    """Return the executors of the offloaded blocks of a planned model."""
     wrapped = {name: vars(module).get("forward") for name, module in model.named_modules()}
-    return {name: one.copied for name, one in wrapped.items() if isinstance(one, Offloaded)}
+    return {name: one for name, one in wrapped.items() if isinstance(one, Offloaded)}
 
 
 @apply.register

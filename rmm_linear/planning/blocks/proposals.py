@@ -10,13 +10,13 @@ from torch import nn
 
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear.memory.peak import Peak
-from rmm_linear.planning.blocks.applied import offloaded_bytes
+from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.measure import Costs, by_pass
 from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.shortened import later_gradients, leave_out, without
 from rmm_linear.planning.blocks.solve import Option, choose, host_of, least, peak_of
 from rmm_linear.planning.plans import apply
-from rmm_linear.planning.step.follow import Event, FollowedTensors
+from rmm_linear.planning.step.follow import BACKWARD, FORWARD, Event, FollowedTensors
 from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import Held, watch
 from rmm_linear.planning.step.workspace import Workspace
@@ -80,32 +80,52 @@ class Proposals:
     def adding(self, rows: Rows) -> Proposals:
         """Add an option to the blocks that have a row, by what a step with all of them shows of each."""
         chosen = [row or known[0] for row, known in zip(rows, self.rows, strict=True)]
-        standing = {} if has_memory(self.model) else leave_out(self.model, [(row.name, row.option) for row in chosen])
-        try:
-            kept, worst, host = self._measured(chosen, standing)
-        except (IndexError, KeyError):  # a model that calls its blocks by number
-            kept, worst, host = self._measured(chosen, {})
+        # Of the last two blocks that ran, copies are on the device: they are in no block's sum, and in its simulation.
+        kept, forward, backward, host = self._measured(chosen, holds=False)
+        worst = {name: max(forward[name], backward[name]) for name in self.names}
         measured = [
             row and replace(row, kept=kept[row.name], worst=worst[row.name], host=host[row.name]) for row in rows
         ]
         added = [[*known, row] if row else known for known, row in zip(self.rows, measured, strict=True)]
         return replace(self, rows=added)
 
-    def _measured(self, rows: Sequence[PlannedBlock], standing: Mapping[str, str]) -> tuple[dict[str, int], ...]:
-        """Return what blocks keep, their peaks, and what waits elsewhere; some stand for others."""
+    def estimate(self, rows: Sequence[PlannedBlock]) -> Peak:
+        """Return the peak of a step without simulating all like blocks of a model on the meta device."""
+        kept, *passes, _ = self._measured(rows)
+        found, before = Peak(measure="simulated live tensors"), 0
+        for row in rows:
+            for pass_, highest in zip((FORWARD, BACKWARD), passes, strict=True):
+                if before + highest[row.name] > found.bytes:
+                    found.bytes, found.moment = before + highest[row.name], f"{pass_} of {row.name}"
+            before += kept[row.name]
+        return found
+
+    def _measured(self, rows: Sequence[PlannedBlock], *, holds: bool = True) -> tuple[dict[str, int], ...]:
+        """Return what blocks keep, their peaks in the forward and the backward pass, and what waits elsewhere."""
+        standing = {} if has_memory(self.model) else leave_out(self.model, [(row.name, row.option) for row in rows])
+        try:
+            return self._measured_by(rows, standing, holds=holds)
+        except (IndexError, KeyError):  # a model that calls its blocks by number
+            return self._measured_by(rows, {}, holds=holds)
+
+    def _measured_by(
+        self, rows: Sequence[PlannedBlock], standing: Mapping[str, str], *, holds: bool
+    ) -> tuple[dict[str, int], ...]:
+        """Do it with blocks that stand for others."""
         names = [name for name in self.names if name not in standing]
         plan = self.plan_of([row for row in rows if row.name not in standing])
         with without(self.model, [*standing]), apply(plan, self.model) as planned:
+            for one in offloaded(planned).values():
+                one.chain.holds = holds
             kept, forward, backward = by_pass(self._watch(planned)[1].events, names)
-            host = offloaded_bytes(planned)
-        late, worst = later_gradients(self.model, self.names, standing, self.held), dict[str, int]()
-        for name in self.names:
-            stands = standing.get(name, name)
-            worst[name] = max(forward[stands], backward[stands] + late[name])
+            host = {name: one.copied for name, one in offloaded(planned).items()}
+        late = later_gradients(self.model, self.names, standing, self.held)
+        stands = {name: standing.get(name, name) for name in self.names}
         return (
-            {name: kept[standing.get(name, name)] for name in self.names},
-            worst,
-            {name: host.get(standing.get(name, name), 0) for name in self.names},
+            {name: kept[stands[name]] for name in self.names},
+            {name: forward[stands[name]] for name in self.names},
+            {name: backward[stands[name]] + late[name] for name in self.names},
+            {name: host.get(stands[name], 0) for name in self.names},
         )
 
     def events(self, rows: Sequence[PlannedBlock]) -> list[Event]:

@@ -33,6 +33,7 @@ class OffloadChain:
         the latest when the process ends; None is for models on an accelerator.
         """
         self.folder = None if folder is None else Path(folder)
+        self.holds = True  # fake copies on the device for as long as real ones
         self._files: Files | None = None
         self._arenas: dict[torch.device, PinnedArena] = {}
         self._last: weakref.ref[_OffloadedCall] | None = None
@@ -54,7 +55,8 @@ class OffloadChain:
     def copy(self, content: Tensor) -> Copy:
         """Copy bytes out, uint8 of one dimension."""
         if isinstance(content, FakeTensor):
-            return SizeCopy(content, is_held=content.device.type == "cuda" or self.folder is None)
+            is_accelerated = content.device.type == "cuda" or self.folder is None
+            return SizeCopy(content, is_held=is_accelerated and self.holds)
         if content.device.type == "cuda" or self.folder is None:  # then it takes nothing else
             arena = self._arenas.setdefault(content.device, PinnedArena())
             return PinnedCopy(content, arena)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.planning import BlockPlan, PlannedBlock, measure
-from rmm_linear.planning.blocks.applied import offloaded_bytes
+from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.find import find_blocks
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.shortened import leave_out
@@ -101,7 +101,7 @@ def test_what_waits_is_counted(tmp_path):
     for choice in ("recompute + offload", "attention + offload"):
         with plan(model, choice, str(tmp_path)).applied(model):
             gradients(model)
-            found[choice] = offloaded_bytes(model)
+            found[choice] = {name: one.copied for name, one in offloaded(model).items()}
             written = sum(one.stat().st_size for one in tmp_path.rglob("offload-*"))
     assert found["recompute + offload"] == {f"layers.{n}": hidden for n in range(3)}
     assert found["attention + offload"] == {f"layers.{n}": 2 * hidden for n in range(3)}  # and attention's output
@@ -147,8 +147,11 @@ def test_few_like_blocks_stand_for_many(choice):
     assert [*leave_out(model, [(row.name, row.option) for row in rows])] == left_out
     assert not has_memory(model)
     measured = [found[1] for found in proposals.adding(rows).rows]
-    kept, worst, host = proposals._measured(rows, {})
+    kept, forward, backward, host = proposals._measured_by(rows, {}, holds=False)
     assert {row.name: (row.kept, row.worst, row.host) for row in measured} == {
-        name: (kept[name], worst[name], host[name]) for name in names
+        name: (kept[name], max(forward[name], backward[name]), host[name]) for name in names
     }
+    with proposals.plan_of(rows).applied() as planned:
+        peak = watch(planned, example("meta"))[0].bytes
+    assert proposals.estimate(rows).bytes == peak
     assert len(model.layers) == 9
