@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
 import rmm_linear
 from rmm_linear import Shards
+from rmm_linear.fitting import options
 from rmm_linear.fitting.link import Link, read_bandwidth
 from rmm_linear.planning import load_plan
 from tests.fit_cases import network, rows, stack
@@ -97,3 +99,41 @@ def test_single_words_come_first_and_compositions_where_nothing_else_fits(kind, 
     rmm_linear.revert(model)
     with pytest.raises(ValueError, match="cannot be met: the least is"):
         rmm_linear.fit(model, batch, int(0.7 * least.peak), allow=allow, folder=folder, max_noise=1e9)
+
+
+def test_tiles_go_below_what_single_words_need(monkeypatch):
+    torch.manual_seed(0)
+    parts = [(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    model, batch = nn.Sequential(*(nn.Sequential(*part) for part in parts)), torch.randn(2048, 32)
+
+    def gradients():
+        model.zero_grad()
+        model(batch).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    with monkeypatch.context() as patched:
+        patched.setattr(options.Candidates, "_add_compositions", lambda self: None)
+        words = rmm_linear.fit(model, batch, "least", allow=("keep", "recompute", "tile"))
+    rmm_linear.revert(model)
+    tiled = rmm_linear.fit(model, batch, "least", allow=("keep", "recompute", "tile"))
+    assert tiled.peak < 0.8 * words.peak
+    assert any("tile" in block.words and block.rows == 128 for block in tiled.plan.blocks)
+    assert tiled.measured_peak == pytest.approx(tiled.simulated_peak, rel=0.01)
+    for found, exact in zip(gradients(), expected, strict=True):  # up to the order of sums of 2,048 products
+        assert (found - exact).norm() <= 2048**0.5 * 2**-23 * exact.norm()
+    rmm_linear.revert(model)
+    # Of short sequences nothing runs in slices: a slice of 64 rows would be half of them.
+    short = rmm_linear.fit(model, batch[:128], "least", allow=("keep", "recompute", "tile"))
+    assert not any("tile" in block.words for block in short.plan.blocks)
+
+
+def test_the_loss_in_chunks_counts_as_slices_and_is_exact():
+    model, batch = network("llama")
+    model.config.use_cache = False
+    report = rmm_linear.fit(model, batch, "least", allow=("keep", "tile"))
+    assert [block.option for block in report.plan.blocks if "convert" in block.words] == ["convert others"]
+    assert report.noise in (0, None)
+    rmm_linear.revert(model)
+    report = rmm_linear.fit(model, batch, "least", allow=("keep",))
+    assert report.is_exact
