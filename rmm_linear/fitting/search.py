@@ -27,6 +27,7 @@ from rmm_linear.planning.step.watch import watch
 
 MOST = 2**24  # more is taken for "any number"
 _LESS = 1e-6  # of a cost
+_FINE = 1000  # a first guess is off by a thousandth
 _TRIES = 8  # of plans, which are solved for every size
 
 Line = Callable[[int], int]
@@ -116,7 +117,7 @@ class SizeSearch:
         except RuntimeError as error:
             checkpointed = 0
             notes.append(f"Not every block can be recomputed. {error}")
-        size, plan = self._largest(partial(self._solved, lines), lines.least, tries=_TRIES)
+        size, plan = self._largest(partial(self._solved, lines), lines.least, lines.fits, tries=_TRIES)
         for _ in range(_TRIES):  # until a step of all blocks fits too
             last = None if plan is None else self._judged(plan, size, is_last=True)
             if last is None or last.predicted <= self.budget:
@@ -180,7 +181,13 @@ class SizeSearch:
         return min(filter(None, plans), key=lambda plan: plan.predicted, default=None)
 
     def _largest(
-        self, judge: Callable[[int], BlockPlan | None], line: Line, *, at_least: int = 1, tries: int = 30
+        self,
+        judge: Callable[[int], BlockPlan | None],
+        line: Line,
+        fits: Callable[[int, int], bool] | None = None,
+        *,
+        at_least: int = 1,
+        tries: int = 30,
     ) -> tuple[int, BlockPlan | None]:
         """Find the largest size, and the plan for it.
 
@@ -189,7 +196,8 @@ class SizeSearch:
         """
         most, tolerance = self.sizes.most, self.sizes.tolerance
         aim = int(self.budget * (1 - tolerance / 2))
-        guess = min(max(_meeting(line, aim, most), at_least), most)
+        guess = _meeting(fits or (lambda size, budget: line(size) <= budget), aim, most)
+        guess = min(max(guess, at_least), most)
         known = {size: line(size) for size in (guess, guess // 2 or 2)}  # by the line, until two sizes are simulated
         bytes_of, low, high = dict[int, int](), 0, most + 1  # the largest that fits, the smallest that does not
         best: BlockPlan | None = None
@@ -222,14 +230,14 @@ def _evened(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> list[
     ]
 
 
-def _meeting(line: Line, budget: int, most: int) -> int:
-    """Return the largest size at which a line is within a budget; 1 if none is."""
+def _meeting(fits: Callable[[int, int], bool], budget: int, most: int) -> int:
+    """Return the largest size that fits into a budget by a line; 1 if none does."""
     low, high = 1, 2
-    while high < most and line(high) <= budget:
+    while high < most and fits(high, budget):
         low, high = high, high * 2
-    while high - low > 1:
+    while high - low > 1 + low // _FINE:
         middle = (low + high) // 2
-        low, high = (middle, high) if line(middle) <= budget else (low, middle)
+        low, high = (middle, high) if fits(middle, budget) else (low, middle)
     return low
 
 
@@ -266,5 +274,15 @@ class _Lines:
     def least(self, size: int, only: str = "") -> int:
         """Return the least peak of the options for a size."""
         rows = self.rows(size, only)
-        options = [[Option(row.option, row.kept, row.worst, 0.0, host=row.host) for row in block] for block in rows]
-        return least(options, self.proposals.host)
+        return least(self._options(rows), self.proposals.host)
+
+    def fits(self, size: int, budget: int) -> bool:
+        """Say whether some of the options for a size fit into a budget."""
+        options, host = self._options(self.rows(size)), self.proposals.host
+        if host is None:
+            return least(options) <= budget
+        return choose(options, budget, lambda option: option.host, solver="rounded", host=host) is not None
+
+    @staticmethod
+    def _options(rows: Sequence[Sequence[PlannedBlock]]) -> list[list[Option]]:
+        return [[Option(row.option, row.kept, row.worst, 0.0, host=row.host) for row in block] for block in rows]

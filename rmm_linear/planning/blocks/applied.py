@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
 from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
 from rmm_linear.planning.tiles.apply import tiles_of
+
+logger = logging.getLogger(__name__)
 
 _PLAN = "rmm_plan"  # attribute of a model with a plan
 _SAVES = {SELECTIVE: PRODUCTS, ATTENTION: ATTENTIONS}
@@ -93,7 +96,10 @@ def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module])
     for block in plan.blocks:
         module = modules[block.name]
         if TILE in block.words:
-            found += tiles_of(module, block.rows or None)
+            tiles = tiles_of(module, block.rows or None)
+            if not tiles:
+                logger.warning("%s has nothing that can run in slices, so its word tile does nothing.", block.name)
+            found += tiles
         if how := block.recomputation:
             found += [Recomputed(modules[name]) for name in block.inner]
             found.append(Recomputed(module, _SAVES.get(how, frozenset())))
