@@ -22,6 +22,7 @@ from glue_helpers import save_tiny, write_cola
 from hypothesis import settings
 
 from rmm_linear.activations.lazy_logits import LazyLogits
+from rmm_linear.fitting import times
 from rmm_linear.norm_estimators import registry
 
 # Runs are compared to the bit, in processes of their own too: forked ones have one thread, and wait forever for others.
@@ -45,6 +46,14 @@ def _same_numbers_every_time() -> None:
 def _own_norm_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of tests take microseconds, whose ratios say little however often fit times them."""
+    monkeypatch.setattr(times, "_ROUNDS", 1)
+    monkeypatch.setattr(times, "_MORE_ROUNDS", 0)
+    monkeypatch.setattr(times, "_REPEATS", 1)
 
 
 @pytest.fixture
