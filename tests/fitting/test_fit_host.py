@@ -32,7 +32,7 @@ def test_a_bandwidth_that_is_none_is_refused_with_the_rule(value):
 def test_a_model_without_values_offloads_and_says_what_binds():
     def fit(host):
         report = rmm_linear.fit(
-            model_of(5, "meta"), example("meta", 16), "least", allow=ALLOW, host_memory=host, bandwidth="100TB/s"
+            model_of(6, "meta"), example("meta", 16), "least", allow=ALLOW, host_memory=host, bandwidth="100TB/s"
         )
         assert report.plan.host == sum(block.host for block in report.plan.blocks)
         return report
