@@ -14,9 +14,10 @@ demo: export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.demo
 	$(BIN)/python -m glue_finetune --demo --output_dir $(OUT) --overwrite_output_dir
 
-# Two processes of one thread each: twice as fast on two cores as one process of two.
+# Two processes of one thread each: twice as fast on two cores as one process of two. Files begin in the order of
+# tests/conftest.py, the longest first: by default those of the fewest tests, often the longest, would come last.
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # While you work: the linters, and at the same time the contracts that a folder has to keep, in plain PyTorch and C and in
 # float32, and the tests of that folder.
@@ -38,7 +39,7 @@ test-portable: $(VENV)/.test
 	@failed=; \
 	for setting in $(PORTABLE); do \
 		echo "== $$setting"; \
-		if env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -n 2 --dist loadfile; \
+		if env OMP_NUM_THREADS=1 $$setting $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder; \
 		then echo "== $$setting: passed"; else echo "== $$setting: failed"; failed="$$failed $$setting"; fi; \
 	done; \
 	if [ -n "$$failed" ]; then echo "Failed with$$failed"; exit 1; fi

@@ -22,7 +22,25 @@ from glue_helpers import save_tiny, write_cola
 from hypothesis import settings
 
 from rmm_linear.activations.lazy_logits import LazyLogits
+from rmm_linear.fitting import times
 from rmm_linear.norm_estimators import registry
+
+# Files that take half a minute or more begin first, so that no process works alone at the end.
+LONGEST = (
+    "kernels/tests/test_compile.py",
+    "tests/docs/test_pages.py",
+    "tests/fitting/test_callback.py",
+    "tests/integration/test_faults.py",
+    "tests/integrations/test_checkpoints.py",
+    "tests/integration/test_compile.py",
+    "tests/contracts/test_pytorch_modules.py",
+    "tests/contracts/test_replay.py",
+    "tests/benchmarks/test_commands.py",
+    "tests/benchmarks/test_frontier.py",
+    "tests/fitting/test_fit_host.py",
+    "tests/fitting/test_saved_plans.py",
+    "tests/planning/graphs/test_plan_graph.py",
+)
 
 # Runs are compared to the bit, in processes of their own too: forked ones have one thread, and wait forever for others.
 torch.set_num_threads(1)
@@ -45,6 +63,14 @@ def _same_numbers_every_time() -> None:
 def _own_norm_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of tests take microseconds, whose ratios say little however often fit times them."""
+    monkeypatch.setattr(times, "_ROUNDS", 1)
+    monkeypatch.setattr(times, "_MORE_ROUNDS", 0)
+    monkeypatch.setattr(times, "_REPEATS", 1)
 
 
 @pytest.fixture
@@ -84,7 +110,8 @@ def no_graphs_left() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave for later what adds least, of tests that are marked ``pairs`` or ``diagonal``: pyproject.toml says what."""
+    """Put the longest files first, and leave for later what adds least, of tests marked ``pairs`` or ``diagonal``."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
     seen: dict[str, set[object]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):

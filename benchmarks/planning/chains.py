@@ -90,7 +90,7 @@ CELLS: dict[str, Callable[[int], nn.Module]] = {
 
 def all_runs(about: dict[str, Any], tiny: bool) -> Iterator[Run]:
     for name in CELLS:
-        yield from runs(name, (60, 2, 8) if tiny else (1000, 16, 64), about)
+        yield from runs(name, (20, 2, 8) if tiny else (1000, 16, 64), about)
 
 
 def runs(name: str, shape: tuple[int, int, int], about: dict[str, Any]) -> list[Run]:

@@ -13,8 +13,9 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rmm_kernels_derivatives import variants as derivatives
@@ -168,7 +169,23 @@ def ones() -> Any:
 
 
 def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> Any:
-    """Compile one variant, with pointers and row lengths that are multiples of 16 as PyTorch's are."""
+    """Compile one variant."""
+    source = source_of(kernel, dtype, constants, target)
+    return triton.compile(source, target=target, options={"num_warps": warps(kernel, target)})
+
+
+def check_types(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> None:
+    """Translate one variant into Triton's own code, where what cannot be cast is an error, and go no further."""
+    backend, context = make_backend(target), ir.context()
+    options = backend.parse_options({"num_warps": warps(kernel, target)})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = backend.get_codegen_implementation(options), backend.get_module_map(), context
+    source_of(kernel, dtype, constants, target).make_ir(target, options, *made)
+
+
+def source_of(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTarget) -> ASTSource:
+    """Specialize one variant, with pointers and row lengths that are multiples of 16 as PyTorch's are."""
     names = kernel.arg_names
     dtype, made = (dtype.split() * 2)[:2]  # of the matrix, and of the sketch
     is_cuda, half = target.backend == "cuda", {"*bf16": tl.bfloat16, "*fp16": tl.float16}.get(dtype, tl.float32)
@@ -208,13 +225,12 @@ def compile_case(kernel: Any, dtype: str, constants: dict[str, Any], target: GPU
         )
         if name not in constants and (name.startswith("p_") or name in lengths):
             aligned.append(place)
-    source = ASTSource(
+    return ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(place,): [["tt.divisibility", 16]] for place in aligned},
     )
-    return triton.compile(source, target=target, options={"num_warps": warps(kernel, target)})
 
 
 def warps(kernel: Any, target: GPUTarget) -> int:
@@ -240,12 +256,16 @@ def wanted(few: bool) -> Any:
         elif case[0] in LIMITS:
             yield case, "sm_90"
         seen.add(case[1])
-    yield from ((case, "sm_90") for case in ones())
+    if not few:
+        yield from ((case, "sm_90") for case in ones())
 
 
 def main() -> None:
     """Print one JSON object per variant and target; "few" as an argument leaves most of both out."""
-    for (name, kernel, dtype, constants), target_name in wanted("few" in sys.argv[1:]):
+    few = "few" in sys.argv[1:]
+    for _, *variant in ones() if few else ():
+        check_types(*variant, TARGETS["sm_90"])
+    for (name, kernel, dtype, constants), target_name in wanted(few):
         target = TARGETS[target_name]
         compiled = compile_case(kernel, dtype, constants, target)
         row = {"name": name, "target": target_name, "moved": moved(name, dtype, constants), **resources(compiled)}

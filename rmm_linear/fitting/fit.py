@@ -87,7 +87,7 @@ def fit(
 
     Example:
         >>> import torch
-        >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
+        >>> layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
         >>> model = nn.Sequential(*layers)
         >>> report = fit(model, torch.randn(1000, 64), memory=0.7)
         >>> report.fits, report.peak <= 0.7 * report.exact_peak

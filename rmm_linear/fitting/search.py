@@ -108,7 +108,7 @@ class SizeSearch:
         if exact == self.sizes.most and KEEP in work.allow:
             return self._found(exact, exact, exact, plain)
         work.add_options(max_noise, sampled)
-        smaller = replace(work.proposals, example=self.sizes.batch(self.sizes.small), costs=self.costs)
+        smaller = replace(work.proposals, example=self.sizes.batch(self.sizes.small), costs=self.costs, peaks={})
         lines = _Lines(work.proposals, _again(smaller), self.sizes)
         try:
             checkpointed, again = self._largest(
@@ -167,7 +167,7 @@ class SizeSearch:
 
     def _solved(self, lines: _Lines, size: int) -> BlockPlan | None:
         """Return the plan of least memory for a size, simulated with it."""
-        proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size))
+        proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size), peaks={})
         options, host = proposals.options, proposals.host
 
         def cost(option: Option) -> float:  # of options that cost the same, the one that needs less

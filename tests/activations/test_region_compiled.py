@@ -63,7 +63,7 @@ def test_one_graph_is_refused_in_training_alone():
 
 def test_a_model_with_all_operations():
     config = hf.Gemma2Config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, vocab_size=50, pad_token_id=0, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(0)

@@ -12,12 +12,17 @@ from torch import nn
 
 from rmm_linear.layers.converted import ConvertedModule
 
-MOST = {torch.float32: 80, torch.float64: 40, torch.bfloat16: 40, torch.float16: 40}  # inputs of an entry
+MOST = {torch.float32: 60, torch.float64: 40, torch.bfloat16: 40, torch.float16: 40}  # inputs of an entry
 # Gradients of a layer that is made of many converted ones have the errors of all of them, and norms of rows of four
 # columns divide by small differences; half of them are far better.
 NEAR_OF_MANY, HALF_OF_MANY = 2.0**-2, 2.0**-5
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# float32 and a half type are two paths; the others take the same ones.
+every_dtype = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(one, marks=[pytest.mark.thorough] * (one in (torch.float64, torch.float16))) for one in DTYPES],
+    ids=str,
+)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning"),
     pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning"),
@@ -147,7 +152,7 @@ CHANGES = {
 def test_changed_inputs(is_training):
     """What PyTorch's own module makes of them, or the same error."""
     found = []
-    for sample in samples(torch.float32, is_training, 5):
+    for sample in samples(torch.float32, is_training, 3):
         for title, change in CHANGES.items():
             both = [run(one, sample.args, sample.kwargs, is_training, change) for one in sample.both]
             found += [f"{title}: {one}" for one in sample.differences(*both)]

@@ -169,7 +169,7 @@ def compiled_with_checkpoints(request):
     """Makes a converted model with checkpoints in one graph; 5 of 20 tokens are real, and 30 % of the rows are kept."""
 
     def make(architecture, dropout):
-        model = tiny_model(architecture, dropout=dropout).double().train()
+        model = tiny_model(architecture, dropout=dropout, layers=1).double().train()
         inputs = batch(20)
         inputs["attention_mask"] = torch.zeros_like(inputs["input_ids"]).index_fill_(1, torch.arange(5), 1)
         exact = step(model, inputs)[1]
@@ -187,7 +187,7 @@ def test_compiled_recomputations_leave_padding_out(compiled_with_checkpoints):
     """Exact if and only if they do; LLaMA's norms round to float32."""
     compiled, inputs, weights, exact = compiled_with_checkpoints("llama", 0.0)
     step(compiled, inputs)
-    assert len(weights) == 14
+    assert len(weights) == 7
     for name, weight in weights.items():
         assert (weight.grad - exact[name]).norm() < 1e-5 * exact[name].norm(), name
 

@@ -62,7 +62,7 @@ def launches(run):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)], ids=str)
 def test_a_block_launches_no_more_kernels_than_it_needs(dtype, monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     transformers = pytest.importorskip("transformers")

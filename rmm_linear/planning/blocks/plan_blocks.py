@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,12 +101,8 @@ class Recomputations:
 
     def add_to(self, proposals: Proposals, choice: str) -> Proposals:
         """Add one of the ways to the options; raise ValueError if a block does not compute the same again."""
-        refused = self._refusing_selective(proposals) if choice == SELECTIVE else set[str]()
-        rows = [None if block.name in refused else self._row(block, choice) for block in self.costs.blocks]
-        if all(row is None for row in rows):
-            return proposals
         try:
-            return proposals.adding(rows)
+            return self._adding(proposals, choice)
         except RuntimeError as error:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(
@@ -114,6 +110,19 @@ class Recomputations:
                 "calls, as caches of keys and values do. Set model.config.use_cache=False in transformers. It "
                 f"raised {type(error).__name__}: {reason}"
             ) from error
+
+    def _adding(self, proposals: Proposals, choice: str, refused: Collection[str] = ()) -> Proposals:
+        """Add one of the ways, but for the blocks that refuse it: they are looked for once a step has failed."""
+        rows = [None if block.name in refused else self._row(block, choice) for block in self.costs.blocks]
+        if all(row is None for row in rows):
+            return proposals
+        try:
+            return proposals.adding(rows)
+        except RuntimeError:
+            found = self._refusing_selective(proposals) if choice == SELECTIVE and not refused else set[str]()
+            if not found:
+                raise
+        return self._adding(proposals, choice, found)
 
     def _row(self, block: BlockCost, choice: str) -> PlannedBlock | None:
         inner = self.inner[block.name] if choice == NESTED else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,7 @@ class Proposals:
         folder: Of files, for offloaded blocks of a model on the CPU.
         host: Limit of the bytes that wait in host memory or files; None is none.
         rows: Of every block, its options; if left out, blocks stay as they are.
+        peaks: Of the steps that were simulated, by the option of every block. Other examples have others.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Proposals:
     host: int | None = None
     held: Held | None = None
     rows: Sequence[Sequence[PlannedBlock]] = ()
+    peaks: dict[tuple[str, ...], Peak] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -117,8 +119,11 @@ class Proposals:
         with without(self.model, [*standing]), apply(plan, self.model) as planned:
             for one in offloaded(planned).values():
                 one.chain.holds = holds
-            kept, forward, backward = by_pass(self._watch(planned)[1].events, names)
+            peak, live = self._watch(planned)
+            kept, forward, backward = by_pass(live.events, names)
             host = {name: one.copied for name, one in offloaded(planned).items()}
+        if not standing and (holds or self.folder is not None or not host):
+            self.peaks[tuple(row.option for row in rows)] = peak
         late = later_gradients(self.model, self.names, standing, self.held)
         stands = {name: standing.get(name, name) for name in self.names}
         return (
@@ -154,9 +159,11 @@ class Proposals:
 
     def judge(self, chosen: Sequence[int]) -> BlockPlan:
         """Make a plan and simulate it."""
-        with self.plan(chosen, Peak()).applied() as planned:
-            peak = self._watch(planned)[0]
-        return self.plan(chosen, peak)
+        options = tuple(rows[index].option for rows, index in zip(self.rows, chosen, strict=True))
+        if options not in self.peaks:
+            with self.plan(chosen, Peak()).applied() as planned:
+                self.peaks[options] = self._watch(planned)[0]
+        return self.plan(chosen, self.peaks[options])
 
     def cost_of(self, chosen: Sequence[int]) -> float:
         """Return what a choice costs."""
@@ -166,13 +173,13 @@ class Proposals:
         """Find the cheapest plan that fits: the solver's budget falls by its plan's excess, or rises."""
         options = self.options
         low, high, target = least(options, self.host), None, self.budget
-        best, least_cost, judged = None, float("inf"), dict[tuple[int, ...], BlockPlan]()
+        best, least_cost, judged = None, float("inf"), set[tuple[int, ...]]()
         for _ in range(tries):
             chosen = choose(options, max(target, low), self.cost, solver=self.solver, host=self.host)
             if chosen is None:
                 break
-            is_known = tuple(chosen) in judged
-            made = judged[tuple(chosen)] if is_known else judged.setdefault(tuple(chosen), self.judge(chosen))
+            is_known, made = tuple(chosen) in judged, self.judge(chosen)
+            judged.add(tuple(chosen))
             excess = made.predicted - self.budget
             if excess <= 0:
                 if (cost := self.cost_of(chosen)) < least_cost:

@@ -50,7 +50,7 @@ def test_nodes_need_a_graph():
 
 
 def test_a_simulated_plan_names_its_pieces_and_memory_over_a_step_is_plotted():
-    model, example = network("unet")
+    model, example = network("unet", depth=2)
     plan = plan_graph(model, example, memory=0.65)
     planned = simulate(plan, example)
     assert planned.bytes == plan.predicted
