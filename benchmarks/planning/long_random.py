@@ -146,7 +146,7 @@ def lowest(about: Mapping[str, Any], *, tiny: bool = False) -> list[Lowest]:
                     measured=measured,
                     moment=plan.moment,
                     plan=fit_steps.counts(plan.blocks),
-                )  # fmt: skip
+                )
             )
         gradients = work.static.gradients
     one = rows[1].measured

@@ -1,10 +1,11 @@
-"""What one module takes as a whole and in tiles, by the length of the sequence, beside Liger's tiled MLP if it is there.
+"""What one module takes as a whole and in tiles, by the length of the sequence; Liger's tiled MLP too, if it is there.
 
 Working set: the peak of a step without input, output, their gradients and those of parameters.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,35 +46,31 @@ Call = Callable[[Tensor], Any]
 
 
 def working(about: Mapping[str, Any], *, tiny: bool = False) -> list[Working]:
-    found = list[Working]()
-    for name, module in _modules().items():
-        for length in LENGTHS[:1] if tiny else LENGTHS:
-            torch.manual_seed(fit_steps.SEED)
-            x = torch.randn(1, length, WIDTH, requires_grad=True)
-            gradient = torch.randn(1, length, WIDTH)
-            calls = dict(_providers(module))
-            expected = _step(module, calls[WHOLE], x, gradient)
-            times = interleaved(
-                {key: lambda call=call: _step(module, call, x, gradient) for key, call in calls.items()}, "cpu",
-                1 if tiny else fit_steps.ROUNDS,
-            )  # fmt: skip
-            for provider, call in calls.items():
-                size = _working_set(module, call, x, gradient)
-                results = _step(module, call, x, gradient)
-                found.append(
-                    Working(
-                        module=name,
-                        length=length,
-                        provider=provider,
-                        working=size,
-                        tensors=size / (x.numel() * x.element_size()),
-                        seconds=quartiles(times[provider])[1],
-                        error=_error(results[:2], expected[:2]),
-                        weight_error=_error(results[2:], expected[2:]),
-                        **about,
-                    )  # fmt: skip
-                )
-    return found
+    lengths, rounds = (LENGTHS[:1], 1) if tiny else (LENGTHS, fit_steps.ROUNDS)
+    return [
+        Working(module=name, length=length, **row, **about)
+        for name, module in _modules().items()
+        for length in lengths
+        for row in _compared(module, length, rounds)
+    ]
+
+
+def _compared(module: nn.Module, length: int, rounds: int) -> Iterator[dict[str, Any]]:
+    torch.manual_seed(fit_steps.SEED)
+    x, gradient = torch.randn(1, length, WIDTH, requires_grad=True), torch.randn(1, length, WIDTH)
+    calls = dict(_providers(module))
+    runs = {key: functools.partial(_step, module, call, x, gradient) for key, call in calls.items()}
+    expected, times = runs[WHOLE](), interleaved(runs, "cpu", rounds)
+    for provider, call in calls.items():
+        size, found = _working_set(module, call, x, gradient), runs[provider]()
+        yield {
+            "provider": provider,
+            "working": size,
+            "tensors": size / (x.numel() * x.element_size()),
+            "seconds": quartiles(times[provider])[1],
+            "error": _error(found[:2], expected[:2]),
+            "weight_error": _error(found[2:], expected[2:]),
+        }
 
 
 def _modules() -> dict[str, nn.Module]:
