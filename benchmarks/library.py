@@ -15,6 +15,7 @@ from rmm_linear.context.learned import STEPS as LEARNING_STEPS
 from rmm_linear.context.model_context import CacheEntry, ModelContext, SketchCache
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
 from rmm_linear.conversion.explain import explain
+from rmm_linear.fitting import times
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import SETTINGS, Conversions, Setting

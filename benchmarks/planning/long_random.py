@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -55,9 +56,10 @@ class Lowest(Origin):
 
 
 def drawn(about: Mapping[str, Any], *, tiny: bool = False) -> Iterator[Drawn]:
+    few = {"_ROUNDS": 1, "_MORE_ROUNDS": 0}  # of timing, which what a step takes does not depend on
     for number in range(2 if tiny else COUNT):
         title, (model, batch) = draw(number)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(library.times, **few):
             yield _tried(Drawn(number=number, model=title, **about), model, batch, folder)
 
 
