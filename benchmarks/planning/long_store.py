@@ -73,7 +73,7 @@ def stored(made: tuple[str, fit_steps.Made], about: Mapping[str, Any], *, tiny: 
             run = runs[method] = fit_steps.step_of(planned, batch)
             row = dataclasses.replace(row, between=between, files=files, peak=fit_steps.live_peak(planned, run))
             rows[method] = dataclasses.replace(row, predicted=library.watch(planned, batch)[0].bytes)
-            gradients[method] = _gradients(planned, run)
+            gradients[method] = gradients_of(planned, run)
         seconds = fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS)
     exact = rows[fit_steps.EXACT].between
     for method, row in rows.items():
@@ -96,7 +96,7 @@ def errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(float((one - other).norm() / other.norm()) if other.any() else 0.0 for one, other in pairs)
 
 
-def _gradients(model: nn.Module, run: fit_steps.Run) -> list[Tensor]:
+def gradients_of(model: nn.Module, run: fit_steps.Run) -> list[Tensor]:
     fit_steps.clear(model)
     torch.manual_seed(fit_steps.SEED)
     run()
