@@ -22,7 +22,6 @@ _STORED: dict[str, Cell] = {
     "between the passes, MB": of("between", ",.2f", 1e-6),
     "of exact": of("share", ".2%"),
     "peak, MB": megabytes("peak"),
-    "simulated": megabytes("predicted"),
     "in files, MB": megabytes("files"),
     "time": of("time", ".2f"),
     "error of gradients": _gradients,

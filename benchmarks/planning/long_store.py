@@ -42,7 +42,8 @@ class Stored(Origin):
     between: int = 0  # bytes alive between the passes, the loss alone held
     share: float = 0.0  # of those of the exact step
     peak: int = 0  # of a real step, gradients among it
-    predicted: int = 0  # the same, simulated
+    # the same by the planner: simulated for the first two rows, else followed in a real step, as all converted models are
+    predicted: int = 0
     files: int = 0  # bytes in files between the passes
     seconds: float | None = None  # median of a step
     time: float | None = None  # by that of the exact step in the same run

@@ -27,7 +27,6 @@ def test_published_steps_save_next_to_nothing_with_exact_gradients() -> None:
         assert rows[choice].files > 0
     assert rows["convert + offload"].error == 0
     assert rows["recompute + offload + tile"].error < 1e-5
-    assert all(abs(row.predicted / row.peak - 1) <= 0.01 for row in rows.values())
 
 
 def test_published_tiles_take_the_same_at_every_length() -> None:
