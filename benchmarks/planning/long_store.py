@@ -42,7 +42,7 @@ class Stored(Origin):
     between: int = 0  # bytes alive between the passes, the loss alone held
     share: float = 0.0  # of those of the exact step
     peak: int = 0  # of a real step, gradients among it
-    # the same by the planner: simulated for the first two rows, else followed in a real step, as all converted models are
+    # the same by the planner: simulated for the first two rows; converted models are followed in a real step
     predicted: int = 0
     files: int = 0  # bytes in files between the passes
     seconds: float | None = None  # median of a step
