@@ -26,6 +26,7 @@ COMMANDS = {
     "chains": ("planning.chains", "planning: chains of steps in little memory: steps, bytes, pictures"),
     "graphs": ("planning.graphs", "planning: plans for whole networks: peaks, predicted and measured, operations"),
     "fit": ("planning.fit", "planning: one plan within a budget, compared with single methods and PyTorch's"),
+    "long": ("planning.long", "planning: long sequences: what waits in files, tiles, the least memory, random models"),
     "noise": ("noise.survey", "noise: sketches compared with the minibatch, on GLUE"),
     "sampling": ("noise.sampling", "noise: row sampling with every norm estimator, on GLUE"),
     "attention": ("noise.attention", "noise: the bias of packed attention, on GLUE"),

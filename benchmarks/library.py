@@ -15,9 +15,10 @@ from rmm_linear.context.learned import STEPS as LEARNING_STEPS
 from rmm_linear.context.model_context import CacheEntry, ModelContext, SketchCache
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
 from rmm_linear.conversion.explain import explain
+from rmm_linear.fitting import times
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.report import FitReport
-from rmm_linear.fitting.settings import SETTINGS, Setting
+from rmm_linear.fitting.settings import SETTINGS, Conversions, Setting
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.memory.ledger import storage_key
@@ -37,6 +38,7 @@ from rmm_linear.planning.blocks.plan import (
     OFFLOAD,
     RECOMPUTE,
     SELECTIVE,
+    TILE,
     BlockPlan,
     PlannedBlock,
     label_of,
@@ -49,6 +51,7 @@ from rmm_linear.planning.graphs.pieces import graph_step
 from rmm_linear.planning.step.step import copied, run_step
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace, allocator_peak
+from rmm_linear.planning.tiles.tile import Tile
 from rmm_linear.sketches import KINDS, SAMPLERS, TokenMask, kept_rows, probabilities, row_norms, sketch
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.rows import sample

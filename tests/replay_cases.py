@@ -83,7 +83,10 @@ def swept(make: Callable[[nn.Module], Any] = Step, store: str | None = None, **o
 
 EXECUTORS = {
     **{f"plan_blocks {choice}": planned(choice) for choice in ("recompute", "nested", "offload")},
-    **{f"plan_blocks {choice} + offload": planned(f"{choice} + offload") for choice in ("recompute", "selective")},
+    **{
+        f"plan_blocks {choice} + offload": planned(f"{choice} + offload")
+        for choice in ("recompute", "selective", "attention")
+    },
     **{f"plan_graph {method}": graphed(method) for method in ("cuts", "cuts ordered", "chen", "kusumoto")},
     "checkpoint_chain": chained,
     "bptt both": rolled(),

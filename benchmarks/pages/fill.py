@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.pages import frontier, frontier_noise, gpu, planning, suites
+from benchmarks.pages import frontier, frontier_noise, gpu, long, planning, suites
 from benchmarks.pages.render import Table
 from benchmarks.records import RESULTS, ROOT
 
@@ -21,6 +21,7 @@ TABLES: dict[str, Table] = {
     **frontier.TABLES,
     **frontier_noise.TABLES,
     **planning.TABLES,
+    **long.TABLES,
     **gpu.TABLES,
 }
 # Origins of several csv files; all others are named after their one file.

@@ -20,7 +20,7 @@ from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.proposals import Proposals
-from rmm_linear.planning.blocks.solve import Option, choose, least
+from rmm_linear.planning.blocks.solve import Option, choose, host_of, least
 from rmm_linear.planning.budget import LEAST
 from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import watch
@@ -177,6 +177,7 @@ class SizeSearch:
         plans = [
             self._judged(proposals.plan(one, Peak()), size)
             for one in ([] if chosen is None else [chosen, _evened(options, chosen)])
+            if host is None or host_of(options, one) <= host
         ]
         return min(filter(None, plans), key=lambda plan: plan.predicted, default=None)
 

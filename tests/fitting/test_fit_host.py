@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from composition_helpers import example, model_of
+from composed_helpers import example, model_of
 from fit_cases import network, rows, stack
 from torch import nn
 

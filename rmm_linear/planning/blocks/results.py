@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from rmm_linear.planning.offload.pack import Packed, pack
+from rmm_linear.planning.offload.pack import SavedTensor, pack
 
 
 class Results:
@@ -85,10 +85,10 @@ class _Returning(TorchDispatchMode):
         self.place += 1
         if self.results.is_complete:  # not in a backward pass inside of the block, which runs it once more
             kept[place] = known, None  # only the graph has it from now on
-        return tree_map_only(Packed, lambda packed: packed.unpack(), found)
+        return tree_map_only(SavedTensor, lambda packed: packed.unpack(), found)
 
 
-def _saved(tensor: Tensor) -> Packed:
+def _saved(tensor: Tensor) -> SavedTensor:
     # Beneath autograd, a view shares the version counter of what it is of where this key is not excluded.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return pack(tensor.detach())

@@ -60,7 +60,7 @@ class OffloadChain:
         if content.device.type == "cuda" or self.folder is None:  # then it takes nothing else
             arena = self._arenas.setdefault(content.device, PinnedArena())
             return PinnedCopy(content, arena)
-        if self._files is None or self._files.owner != os.getpid():
+        if self._files is None or not self._files.is_usable:
             self._files = Files(self.folder)
         return FileCopy(content, self._files)
 

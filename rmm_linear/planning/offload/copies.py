@@ -59,6 +59,11 @@ class Files:
         self.reader = ThreadPoolExecutor(1, _READER)
         self.numbers = itertools.count()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process can write there: it made the folder, and nobody has removed it since."""
+        return self.owner == os.getpid() and self.store.path("").parent.is_dir()
+
 
 class FileCopy:
     """A file, written when it is made and removed when it is forgotten."""

@@ -38,7 +38,7 @@ class Saved(Protocol):
         ...
 
 
-class Packed:
+class SavedTensor:
     """A tensor that was saved."""
 
     def unpack(self) -> Tensor:
@@ -46,7 +46,7 @@ class Packed:
         raise NotImplementedError
 
 
-class _Kept(Packed):
+class _Kept(SavedTensor):
     """A tensor that stays where it is, without its graph, which has this."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -58,7 +58,7 @@ class _Kept(Packed):
         return self.tensor
 
 
-class _Moved(Packed):
+class _Moved(SavedTensor):
     """A tensor whose storage was copied out."""
 
     def __init__(self, tensor: Tensor, content: Tensor, saved: Saved) -> None:
@@ -86,7 +86,7 @@ class Packer:
         self._own = {storage._cdata for storage in storages([*module.parameters(), *module.buffers()])}
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], Saved]] = {}
 
-    def __call__(self, tensor: Tensor) -> Packed:
+    def __call__(self, tensor: Tensor) -> SavedTensor:
         """Pack a tensor."""
         if not self._goes(tensor):
             return _Kept(tensor)
@@ -124,13 +124,13 @@ def packing(packer: Packer) -> Iterator[None]:
         _packer.reset(before)
 
 
-def pack(tensor: Tensor) -> Packed:
+def pack(tensor: Tensor) -> SavedTensor:
     """Save a tensor past autograd, as the block that runs saves others."""
     packer = _packer.get()
     return _Kept(tensor) if packer is None else packer(tensor)
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: SavedTensor) -> Tensor:
     """Return a tensor as it was saved."""
     return packed.unpack()
 

@@ -60,9 +60,11 @@ class FileStore:
                 for part in [_header(key, tensors), *map(_bytes_of, tensors)]:
                     _write(file, part)
             temporary.replace(path)
-        except OSError as error:
+        except BaseException as error:  # an interrupt too leaves nothing half written
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
             reason = error.strerror or str(error)
             raise StoreError(f"{path} cannot be written: {reason}. Make room there, or give another folder.") from error
 

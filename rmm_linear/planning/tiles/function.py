@@ -192,7 +192,7 @@ class RepeatedTile(_TileFunction):
             return RepeatedTile._results(ctx, gradients, slices)
 
 
-class _Saved(torch.autograd.Function):
+class _SavedStreams(torch.autograd.Function):
     """Saves tensors, and does nothing else."""
 
     @staticmethod
@@ -208,7 +208,7 @@ class _Saved(torch.autograd.Function):
 def _saved(tensors: Sequence[Tensor]) -> Any:
     """Save tensors as autograd does, and return the node that has them."""
     with torch.enable_grad():
-        return _Saved.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors)).grad_fn
+        return _SavedStreams.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors)).grad_fn
 
 
 class CodedTile(_TileFunction):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from composition_helpers import TOKENS, WIDTH, example, model_of
+from composed_helpers import TOKENS, WIDTH, example, gradients, model_of, plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.planning import BlockPlan, PlannedBlock, measure
@@ -15,17 +15,6 @@ from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import watch
 
 EXACT = ["recompute + offload", "attention", "attention + offload", "selective + offload", "offload"]
-
-
-def gradients(model):
-    torch.manual_seed(1)
-    model.zero_grad()
-    model(example()).square().mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def plan(model, choice, folder, **fields):
-    return BlockPlan([PlannedBlock(f"layers.{n}", choice, **fields) for n in range(len(model.layers))], folder=folder)
 
 
 @pytest.mark.parametrize("choice", EXACT)

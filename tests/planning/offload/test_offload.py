@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from fault_helpers import full_disk, in_a_child
 from offload_helpers import (
     SAVED,
     TOKENS,
@@ -31,7 +30,7 @@ from planning_graph_helpers import real_peak
 from torch import Tensor, nn
 
 from rmm_linear.memory.peak import peak
-from rmm_linear.planning import StoreError, simulate
+from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 
@@ -304,38 +303,6 @@ def test_a_change_in_place_is_the_error_that_it_is(large: bool, tmp_path: Path) 
     gc.collect()
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "cannot be read: No such file"),
-        (lambda path: path.write_bytes(files(path.parent.parent)[1].read_bytes()), "is damaged"),
-    ],
-)
-def test_a_damaged_file_is_named(damage: Any, message: str, tmp_path: Path) -> None:
-    """test_store_files.py has the other ways."""
-    model = Deep(3)
-    expected = step(model, WIDE)
-    attached = offloaded([*model], tmp_path)
-    loss = model(WIDE).square().sum()
-    damage(files(tmp_path)[0])
-    with pytest.raises(StoreError, match=rf"offload-00000000\.safetensors {message}"):
-        loss.backward()
-    del loss
-    assert same(step(model, WIDE), expected)
-    detach(attached)
-
-
-def test_a_full_disk(tmp_path: Path) -> None:
-    model = Deep(3)
-    expected = step(model, WIDE)
-    attached = offloaded([*model], tmp_path)
-    with full_disk(4096), pytest.raises(StoreError, match=r"offload-00000000\.safetensors cannot be written: File too"):
-        model(WIDE)
-    assert files(tmp_path) == []
-    assert same(step(model, WIDE), expected)
-    detach(attached)
-
-
 def test_the_cpu_needs_a_folder() -> None:
     block = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"the CPU's memory is where it would go\. Give folder="):
@@ -360,26 +327,4 @@ def test_copies_of_the_model_are_offloaded_too(tmp_path: Path) -> None:
     gc.collect()
     loss.backward()
     del loss
-    detach(attached)
-
-
-def test_a_forked_process_leaves_the_files_and_says_why_it_cannot_read_them(tmp_path: Path) -> None:
-    model = Deep(2)
-    expected = step(model, WIDE)
-    attached = offloaded([*model], tmp_path)
-    model.zero_grad(set_to_none=True)
-    kept = [model(WIDE).square().sum()]
-
-    def child() -> int:
-        with pytest.raises(StoreError, match="another process"):
-            torch.autograd.grad(kept[0], [*model.parameters()], retain_graph=True)
-        right = same(step(model, WIDE), expected)
-        kept.clear()
-        attached[0].chain._files.store.close()  # pyright: ignore[reportOptionalMemberAccess]
-        gc.collect()
-        return 0 if right else 1
-
-    assert in_a_child(child) == 0
-    assert len(files(tmp_path)) == 2 * SAVED
-    kept.pop().backward()
     detach(attached)

@@ -1,7 +1,9 @@
-"""A stack of layers with attention, for tests of choices of several words."""
+"""Blocks with attention whose choices are of several words, as tests of compositions and of their faults have them."""
 
 import torch
 from torch import nn
+
+from rmm_linear.planning import BlockPlan, PlannedBlock
 
 WIDTH, HEADS, TOKENS = 64, 4, 320
 
@@ -41,3 +43,14 @@ def model_of(layers=3, device="cpu"):
 
 def example(device="cpu", count=2):
     return torch.ones(count, TOKENS, WIDTH, device=device).cumsum(1) / TOKENS
+
+
+def gradients(model):
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(example()).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def plan(model, choice, folder, **fields):
+    return BlockPlan([PlannedBlock(f"layers.{n}", choice, **fields) for n in range(len(model.layers))], folder=folder)

@@ -1,0 +1,84 @@
+"""The tables of the page about long sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.library import table
+from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
+from benchmarks.planning.long_random import Drawn, Lowest
+from benchmarks.planning.long_store import Stored
+from benchmarks.planning.long_tiles import Working
+
+
+def _gradients(row: Stored) -> str:
+    if row.error is None:
+        return ""
+    return "equal to the bit" if row.error == 0 else f"{row.error:.1g}"
+
+
+_STORED: dict[str, Cell] = {
+    "blocks": of("method"),
+    "between the passes, MB": of("between", ",.2f", 1e-6),
+    "of exact": of("share", ".2%"),
+    "peak, MB": megabytes("peak"),
+    "in files, MB": megabytes("files"),
+    "time": of("time", ".2f"),
+    "error of gradients": _gradients,
+}
+_LOWEST: dict[str, Cell] = {
+    "options": of("options"),
+    "peak, MB": megabytes("measured"),
+    "simulated": megabytes("simulated"),
+    "of single words": of("share", ".3f"),
+    "without gradients": of("above", ".3f"),
+    "moment of the peak": of("moment"),
+    "plan": of("plan"),
+}
+_DRAWN: dict[str, Cell] = {
+    "model": of("model"),
+    "exact, MB": of("exact", ",.2f", 1e-6),
+    "least": of("least", ",.2f", 1e-6),
+    "budgets met": lambda row: f"{row.met} of {row.budgets}",
+    "over": of("over"),
+    "error, simulated": lambda row: f"{number(row.error, '.2f')} %",
+    "error, solved": lambda row: f"{number(row.solved_error, '.2f')} %",
+    "choices of all plans": of("plans"),
+}
+
+
+def _tiles(rows: Sequence[Working]) -> str:
+    def cell(row: Working) -> str:
+        return f"{row.working / 1e6:,.2f} ({row.tensors:,.1f})"
+
+    return pivot(rows, lambda row: f"{row.module}, {row.provider}", of("length", ","), cell, corner="tokens")
+
+
+def _tile_times(rows: Sequence[Working]) -> str:
+    whole = {(row.module, row.length): row.seconds for row in rows if row.provider == "whole"}
+
+    def cell(row: Working) -> str:
+        return f"{row.seconds / whole[row.module, row.length]:.2f}"
+
+    return pivot(rows, lambda row: f"{row.module}, {row.provider}", of("length", ","), cell, corner="tokens")
+
+
+def _claims(rows: Sequence[Drawn]) -> str:
+    lines = {
+        "models": str(len(rows)),
+        "budgets, and those that a plan meets": f"{sum(row.budgets for row in rows)}, {sum(row.met for row in rows)}",
+        "plans whose step took more than their budget": str(sum(row.over for row in rows)),
+        "largest error of a simulated peak": f"{max(row.error for row in rows):.2f} %",
+        "largest error of the sum that is solved": f"{max(row.solved_error for row in rows):.2f} %",
+    }
+    return table(("plans", "count"), list(lines.items()))
+
+
+TABLES: dict[str, Table] = {
+    "long-store": from_csv("long-store", Stored, lambda rows: columns(rows, _STORED)),
+    "long-tiles": from_csv("long-tiles", Working, _tiles),
+    "long-tile-times": from_csv("long-tiles", Working, _tile_times),
+    "long-least": from_csv("long-least", Lowest, lambda rows: columns(rows, _LOWEST)),
+    "long-random": from_csv("long-random", Drawn, lambda rows: columns(rows, _DRAWN)),
+    "long-claims": from_csv("long-random", Drawn, _claims),
+}
