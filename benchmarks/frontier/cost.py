@@ -123,7 +123,9 @@ def _plans(asked: Asked, task: str, budgets: Mapping[str, float]) -> dict[str, s
     model = ready.model(0)
     fitting = options_of(model, ready.batch(model))
     failed = dict[str, str]()
-    least = fitting.static.before_step + fitting.proposals.smallest().predicted
+    smallest = fitting.proposals.smallest()
+    assert smallest is not None  # without a limit
+    least = fitting.static.before_step + smallest.predicted
     for name, share in budgets.items():
         path = asked.plan(task, name)
         report = fitted(fitting, least + int(share * (fitting.exact_peak - least)))

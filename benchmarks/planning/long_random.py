@@ -137,6 +137,7 @@ def lowest(about: Mapping[str, Any], *, tiny: bool = False) -> list[Lowest]:
             with library.quiet():
                 work.proposals = work.candidates.proposals if options == "single words" else work.candidates.compose()
                 plan = work.proposals.smallest()
+                assert plan is not None
             plan.apply(model)
             measured = fit_steps.live_peak(model, run)
             plan.revert()

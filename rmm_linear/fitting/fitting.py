@@ -65,7 +65,7 @@ class Fitting:
         conversions = Conversions(model, names)
         budget = 0 if self.total is None else self.total - self.before
         is_meta, device = not has_memory(model), next((p.device for p in model.parameters() if p.is_cuda), None)
-        self.host_memory = memory_of_host() if host_memory is None and device else None
+        self.host_memory = memory_of_host() if device and OFFLOAD in allow else None
         self.host_memory = self.host_memory if host_memory is None else read_bytes("host_memory", host_memory)
         self.check_host()
         if bandwidth is None and OFFLOAD in allow:
@@ -123,12 +123,21 @@ class Fitting:
             report = self._searched()
         if report is not None:
             return report
-        best = self.proposals.smallest()
+        best = self._smallest()
         fits = best.predicted <= self.proposals.budget
         report = self._checked(best) if fits else None
         if report is None:
             raise ValueError(self._cannot_fit(best))
         return report
+
+    def _smallest(self) -> BlockPlan:
+        best = self.proposals.smallest()
+        if best is None:
+            raise ValueError(
+                f"host_memory={self.host_memory} cannot be met: no choice of {', '.join(self.allow)} puts so little "
+                "there. Use more, or allow more than that."
+            )
+        return best
 
     def _searched(self) -> FitReport | None:
         for _ in range(_TRIES):
@@ -148,7 +157,7 @@ class Fitting:
     def least(self) -> FitReport:
         """Apply the plan with the lowest peak that is known."""
         self._composes()
-        report = self._checked(self.proposals.smallest())
+        report = self._checked(self._smallest())
         assert report is not None  # noqa: S101 without a budget, none is exceeded
         return report
 
@@ -225,6 +234,7 @@ class Fitting:
             self.costs.peak,
             after,
             self.binds(plan),
+            self.host_memory,
         )
 
     def binds(self, plan: BlockPlan) -> str:

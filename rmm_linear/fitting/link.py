@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from rmm_linear._support.sizes import read_bytes
+from rmm_linear.planning.stores.transfers import pinned_memory
 
 _HINT = 'Use bytes per second as a number, or a text such as "25GB/s".'
 _MEASURED = 1 << 28  # bytes of a copy whose time is measured: 10 ms at 25 GB/s
 _ROUNDS = 3
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of containers on Linux
 SPEED, BANDWIDTH = 5e14, 25e9  # of a simulated device: half of an H100's peak in bfloat16; PCIe 4 with 16 lanes
 
 
@@ -54,24 +59,38 @@ def read_bandwidth(value: object) -> float:
 
 def measured_bandwidth(device: torch.device) -> float:
     """Measure the slower direction between an accelerator and pinned memory, in bytes per second."""
-    there = torch.empty(_MEASURED, dtype=torch.uint8, device=device)
-    here = torch.empty(_MEASURED, dtype=torch.uint8, pin_memory=True)
+    try:
+        there = torch.empty(_MEASURED, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return BANDWIDTH
+    here = pinned_memory(_MEASURED)
+    here = torch.empty(_MEASURED, dtype=torch.uint8, device="cpu") if here is None else here
     slowest = 0.0
     for target, source in ((here, there), (there, here)):
         target.copy_(source, non_blocking=True)
         seconds = list[float]()
         for _ in range(_ROUNDS):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.device(device):
-                first.record()
-                target.copy_(source, non_blocking=True)
-                last.record()
-            last.synchronize()
-            seconds.append(first.elapsed_time(last) / 1000)
+            torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begin)
         slowest = max(slowest, min(seconds))
     return _MEASURED / slowest
 
 
-def memory_of_host() -> int:
-    """Return three quarters of this machine's memory, in bytes: the rest is for the data and the process."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4
+def memory_of_host() -> int | None:
+    """Return three quarters of the memory that this process may have, in bytes: the rest is for data and code.
+
+    That is the machine's, or its container's, divided among the processes of a distributed run on it; None where the
+    system does not say.
+    """
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+    for limit in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            whole = min(whole, int(Path(limit).read_text(encoding="ascii")))
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return whole * 3 // 4 // (int(processes) if processes.isdigit() and int(processes) else 1)

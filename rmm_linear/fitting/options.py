@@ -225,7 +225,7 @@ class Candidates:
         if OFFLOAD not in row.words or self.bandwidth is None:
             return row
         stays = joined(word for word in row.words if word != OFFLOAD) or KEEP
-        base = next((one for one in rows if one.choice == stays and one.setting == row.setting), rows[0]).seconds
+        base = next((one.seconds for one in rows if one.choice == stays and one.setting == row.setting), 0.0)
         link = Link(self.bandwidth, SPEED if self.is_meta else 1.0)
         added = self._waits[row.name, row.option] = link.added(row.host, plain / 3, plain * 2 / 3 + base)
         return replace(row, seconds=base + added)

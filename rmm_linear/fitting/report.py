@@ -42,6 +42,7 @@ class FitReport:
         after: Memory over a step with the plan.
         binds: What kept the plan from costing less: the device's memory, the host's, or the link between them; "" for
             the exact model.
+        host_memory: The limit of what waits on the host, in bytes; None is none.
     """
 
     plan: BlockPlan
@@ -57,6 +58,7 @@ class FitReport:
     before: Peak = field(default_factory=Peak, repr=False)
     after: Peak = field(default_factory=Peak, repr=False)
     binds: str = ""
+    host_memory: int | None = None
 
     @property
     def host(self) -> int:

@@ -124,7 +124,9 @@ class SizeSearch:
                 plan = last
                 break
             size = int(size * self.budget / last.predicted)
-            plan = self._solved(lines, size)
+            plan = self._solved(lines, size) if size else None
+        else:
+            size, plan = 0, None
         for known, other, option in ((checkpointed, again, RECOMPUTE), (exact, plain, KEEP)):
             if option in work.allow and (known > size or (option == KEEP and known == size)):
                 size, plan = known, other

@@ -28,6 +28,7 @@ from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.trainers import arguments_of_step, around_next_step, calling_trainer, loss_call
 from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.budget import LEAST
 from rmm_linear.planning.step.step import loss_of
@@ -159,11 +160,13 @@ class FitCallback(TrainerCallback):
         accumulate = trainer.args.gradient_accumulation_steps > 1
         try:
             peak = peak_in_training(trainer.model, example, optimizer=trainer.optimizer, accumulate=accumulate)
+            waits = sum(one.copied for one in offloaded(trainer.model).values())
         except Exception:  # other processes wait for an answer; what is wrong, a new fit will say
             return None
         if report is not None and report.measured_peak is not None:  # workspace of operators too
             peak = max(peak, peak * report.measured_peak // report.simulated_peak)
-        return peak if peak <= last["budget_bytes"] else None
+        within = peak <= last["budget_bytes"] and (last.get("host_bytes") is None or waits <= last["host_bytes"])
+        return peak if within else None
 
     def _entries(self) -> list[dict[str, Any]]:
         return [entry[ENTRY] for entry in self._trainer.state.log_history if ENTRY in entry]
@@ -248,6 +251,7 @@ class FitCallback(TrainerCallback):
             "peak_bytes": report.peak,
             "exact_peak_bytes": report.exact_peak,
             "budget_bytes": report.memory,
+            "host_bytes": report.host_memory,
             "settings": as_json(self.settings),
         }
 

@@ -71,6 +71,7 @@ def plan_blocks(
     for choice in choices:
         plans = ways.add_to(plans, choice)
     best = plans.search() or plans.smallest()
+    assert best is not None  # noqa: S101 nothing waits elsewhere
     if memory != LEAST and best.predicted > budget:
         raise ValueError(
             f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from rmm_linear._support.saved_settings import SavedSettings
@@ -60,6 +61,7 @@ class Proposals:
     held: Held | None = None
     rows: Sequence[Sequence[PlannedBlock]] = ()
     peaks: dict[tuple[str, ...], Peak] = field(default_factory=dict)
+    stands: list[bool] = field(default_factory=lambda: [True])  # empty once a step without some blocks has failed
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -105,10 +107,14 @@ class Proposals:
     def _measured(self, rows: Sequence[PlannedBlock], *, holds: bool = True) -> tuple[dict[str, int], ...]:
         """Return what blocks keep, their peaks in the forward and the backward pass, and what waits elsewhere."""
         standing = {} if has_memory(self.model) else leave_out(self.model, [(row.name, row.option) for row in rows])
-        try:
-            return self._measured_by(rows, standing, holds=holds)
-        except (IndexError, KeyError):  # a model that calls its blocks by number
-            return self._measured_by(rows, {}, holds=holds)
+        if standing and self.stands:
+            try:
+                return self._measured_by(rows, standing, holds=holds)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # of a model that calls its blocks by number, or weighs what each of them returns
+                self.stands.clear()
+        return self._measured_by(rows, {}, holds=holds)
 
     def _measured_by(
         self, rows: Sequence[PlannedBlock], standing: Mapping[str, str], *, holds: bool
@@ -196,8 +202,11 @@ class Proposals:
                 target = (low + high) // 2 if halve else max(target - excess, low)
         return best
 
-    def smallest(self) -> BlockPlan:
-        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
+    def smallest(self) -> BlockPlan | None:
+        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all.
+
+        None if all that are known put more elsewhere than the limit.
+        """
         options = self.options
         tried = [choose(options, least(options, self.host), self.cost, solver=self.solver, host=self.host)]
         for name in {option.name for block in options for option in block} - {KEEP}:
@@ -205,7 +214,7 @@ class Proposals:
         possible = [
             one for one in tried if one is not None and (self.host is None or host_of(options, one) <= self.host)
         ]
-        return min((self.judge(chosen) for chosen in possible or [[0] * len(options)]), key=lambda plan: plan.predicted)
+        return min((self.judge(chosen) for chosen in possible), key=lambda plan: plan.predicted, default=None)
 
 
 def _place(block: Sequence[Option], name: str) -> int:

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,6 +129,7 @@ def _drop(store: FileStore, key: str, owner: int) -> None:
 
 _LEAST, _MOST = 64 << 20, 1 << 30  # bytes of a segment, but for blocks that are larger
 _ALIGNED = 512
+_PART = _LEAST  # of a copy, so that what is larger than a segment fills several and leaves no power of two empty
 
 
 class PinnedArena:
@@ -201,18 +202,21 @@ class PinnedCopy:
 
     def __init__(self, content: Tensor, arena: PinnedArena) -> None:
         """Begin to copy bytes of an accelerator, uint8 of one dimension. They live until :meth:`let_go`."""
-        self._pinned, give_back = arena.take(content.numel())
-        weakref.finalize(self, give_back).atexit = False
-        self._device = content.device
-        self._held: _OnDevice | None = _OnDevice.copied(self._pinned, content, content)
+        self._parts = list[Tensor]()
+        for part in content.split(_PART):
+            pinned, give_back = arena.take(part.numel())
+            self._parts.append(pinned)
+            weakref.finalize(self, give_back).atexit = False
+        self._size, self._device = content.numel(), content.device
+        self._held: _OnDevice | None = _OnDevice.copied(self._parts, content.split(_PART), content)
 
     def begin(self) -> _OnDevice:
         """Allocate and begin to copy back; bytes that are still there are returned as they are."""
         held, self._held = self._held, None
         if held is not None:
             return held
-        content = torch.empty(self._pinned.shape, dtype=torch.uint8, device=self._device)
-        return _OnDevice.copied(content, self._pinned, content)
+        content = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        return _OnDevice.copied(content.split(_PART), self._parts, content)
 
     def let_go(self) -> None:
         """Let the stream that computes wait for the copy, and free the memory on the device."""
@@ -231,12 +235,13 @@ class _OnDevice:
         self._content, self._event, self._stream = content, event, stream
 
     @classmethod
-    def copied(cls, target: Tensor, source: Tensor, content: Tensor) -> _OnDevice:
+    def copied(cls, targets: Sequence[Tensor], sources: Sequence[Tensor], content: Tensor) -> _OnDevice:
         """Begin to copy between pinned memory and a device, whose tensor is the content."""
         compute, side = torch.cuda.current_stream(content.device), side_stream(content.device)
         side.wait_stream(compute)
         with torch.cuda.stream(side):
-            target.copy_(source, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
             event = side.record_event()
         return cls(content, event, compute)
 

@@ -24,6 +24,7 @@ from rmm_linear.planning.tiles.trial import Verdict, try_module
 
 METHODS = ("feed_forward_chunk", "_ff_block")  # of transformers' layers, and of torch's
 _LEAST = 2  # linear layers
+_NUMBERS = {"layer_idx", "layer_id", "layer_index", "index"}  # of a layer, which do not change what it computes
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,15 @@ def _parts(module: nn.Module) -> Iterator[Hashable]:
             (key, value)
             for key, value in vars(part).items()
             if isinstance(value, bool | float | str) and key != "training" and not key.startswith("rmm_")
+        )
+        own += sorted(
+            (key, repr(value) if isinstance(value, int | tuple) else f"{value!r} at {id(value)}")
+            for key, value in vars(part).items()
+            if (isinstance(value, int | tuple) or (callable(value) and not isinstance(value, nn.Module)))
+            and not isinstance(value, bool)
+            and key not in _NUMBERS
+            and not key.startswith(("rmm_", "_"))
+            and key != "forward"
         )
         tensors = [
             (key, tuple(one.shape), str(one.dtype), one.device.type, type(one).__name__)

@@ -116,7 +116,9 @@ class _TileFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         flat = [None if one is None else call.cut.as_rows(one) for one in gradients]
         wholes = [_empty(shape) if need else None for shape, need in zip(ctx.shapes, needs, strict=False)]
+        trained = iter(ctx.trained)  # some may be frozen since
         wanted = [number for number, need in enumerate(needs[call.streams :]) if need]
+        wanted = [number for number in wanted if number < call.others or next(trained).requires_grad]
         sums = GradientSums(len(wanted), len(call.cut.slices))
         for (begin, length), (ends, starts) in zip(call.cut.slices, slices(), strict=True):
             pairs = [
@@ -180,7 +182,7 @@ class RepeatedTile(_TileFunction):
                 if is_first:
                     call.check_leaves(found, [*map(_anchor_of, starts), *ctx.trained])
                     is_first = False
-                starts += ctx.trained
+                starts += [one for one in ctx.trained if one.requires_grad]
                 ends = [one if one.requires_grad else None for one in found]
                 del found, parts
                 yield ends, starts
@@ -251,7 +253,7 @@ class CodedTile(_TileFunction):
                 ends, starts = graph
                 if not is_kept:
                     ctx.graphs[number] = graph = None
-                yield ends, [*starts, *ctx.trained]
+                yield ends, [*starts, *(one for one in ctx.trained if one.requires_grad)]
 
         if all(one is None for one in gradients):
             return (None,) * len(ctx.needs_input_grad)
