@@ -124,7 +124,7 @@ def _plans(asked: Asked, task: str, budgets: Mapping[str, float]) -> dict[str, s
     fitting = options_of(model, ready.batch(model))
     failed = dict[str, str]()
     smallest = fitting.proposals.smallest()
-    assert smallest is not None  # without a limit
+    assert smallest is not None  # noqa: S101 without a limit
     least = fitting.static.before_step + smallest.predicted
     for name, share in budgets.items():
         path = asked.plan(task, name)

@@ -137,7 +137,7 @@ def lowest(about: Mapping[str, Any], *, tiny: bool = False) -> list[Lowest]:
             with library.quiet():
                 work.proposals = work.candidates.proposals if options == "single words" else work.candidates.compose()
                 plan = work.proposals.smallest()
-                assert plan is not None
+                assert plan is not None  # noqa: S101 without a limit
             plan.apply(model)
             measured = fit_steps.live_peak(model, run)
             plan.revert()
