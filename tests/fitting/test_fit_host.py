@@ -10,7 +10,9 @@ import rmm_linear
 from rmm_linear import Shards
 from rmm_linear.fitting import options
 from rmm_linear.fitting.link import Link, read_bandwidth
+from rmm_linear.fitting.settings import Conversions
 from rmm_linear.planning import load_plan
+from rmm_linear.planning.blocks.find import find_blocks
 
 ALLOW = ("keep", "recompute", "offload")
 
@@ -130,11 +132,12 @@ def test_tiles_go_below_what_single_words_need(monkeypatch):
 
 
 def test_the_loss_in_chunks_counts_as_slices_and_is_exact():
-    model, batch = network("llama")
-    model.config.use_cache = False
-    report = rmm_linear.fit(model, batch, "least", allow=("keep", "tile"))
-    assert [block.option for block in report.plan.blocks if "convert" in block.words] == ["convert others"]
-    assert report.noise in (0, None)
-    rmm_linear.revert(model)
-    report = rmm_linear.fit(model, batch, "least", allow=("keep",))
-    assert report.is_exact
+    model, _ = network("llama")
+    names = find_blocks(model)
+    conversions = Conversions(model, names)
+    for allowed, expected in ((("keep", "tile"), ["lm_head"]), (("keep",), []), (("pack",), names)):
+        found = {name: conversions.settings(name, allowed) for name in names}
+        able = [name for name, settings in found.items() if settings]
+        assert set(able) <= {*expected}
+        assert ("lm_head" in able) == ("lm_head" in expected)
+    assert conversions.is_exact("lm_head", conversions.settings("lm_head", ("tile",))[0])
