@@ -90,7 +90,8 @@ def test_files_are_limited_too_and_the_plan_is_saved_with_its_words(tmp_path):
     assert {word for block in free.plan.blocks for word in block.words} <= {*allow, "selective", "nested"}
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("roberta", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["llama", "roberta"])
 def test_single_words_come_first_and_compositions_where_nothing_else_fits(kind, tmp_path):
     """The least that single words reach is met without compositions; below it, they are tried."""
     model, batch = network(kind)
