@@ -73,8 +73,6 @@ class Candidates:
         self._waits: dict[tuple[str, str], float] = {}
         self.slice = 0  # rows
         self.tiles: dict[str, float] = {}  # by block, the operations of the forward pass of what runs in slices
-        if TILE in self.allow:
-            self._find_tiles()
 
     def add(self, max_noise: float, sampled: Any = None) -> Proposals:
         """Measure every allowed option; a layer's variance ratio, on ``sampled``, may be ``max_noise`` at most."""
@@ -111,6 +109,8 @@ class Candidates:
             self._compose(RECOMPUTE, lambda row: row.setting == _COMPOSED)
         if OFFLOAD in there:
             self._compose(OFFLOAD, _is_composed)
+        if TILE in self.allow:
+            self._find_tiles()
         if self.tiles:
             self._compose(TILE, lambda row: _is_composed(row) and not {CONVERT, RECOMPUTE} <= {*row.words})
 
@@ -130,12 +130,16 @@ class Candidates:
         self.slice = min(ROWS.get(device, ROWS_OF_ACCELERATORS), max(_LEAST.get(device, _FEW), rows // _SLICES))
         self.slice -= self.slice % GRANULE
         if rows < _SEVERAL * self.slice:
+            why = f"{rows:,} rows are too few for slices of {self.slice:,}" if rows else "a function hides its rows"
+            self.notes.append(f"{TILE} is left out: {why}.")
             return
         for block in self.costs.blocks:
             module = self.model.get_submodule(block.name)
             found = [module.get_submodule(one.name) for one in find_tiles(module).tiles]
             weights = sum(p.numel() for one in found for p in one.parameters() if p.dim() == 2)
             self.tiles |= {block.name: 2.0 * rows * weights} if found else {}
+        if not self.tiles:
+            self.notes.append(f"{TILE} is left out: nothing was found that treats every position by itself.")
 
     def _composed(
         self, rows: Sequence[PlannedBlock], option: str, word: str, where: Callable[[PlannedBlock], bool]
