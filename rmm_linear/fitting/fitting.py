@@ -242,8 +242,10 @@ class Fitting:
         if all(block.choice == KEEP for block in plan.blocks):
             return ""
         left = None if self.proposals.host is None else self.proposals.host - plan.host
-        waiting = [row.host for rows in self.proposals.rows for row in rows if row.host]
-        if left is not None and waiting and left < min(waiting):
+        # Another block could wait, and the most that one of them puts there has no room.
+        pairs = zip(plan.blocks, self.proposals.rows, strict=True)
+        more = any(not block.host and any(row.host for row in rows) for block, rows in pairs)
+        if left is not None and more and left < max(block.host for block in plan.blocks):
             return f"host memory ({show_bytes(plan.host + self.static.host)} of {show_bytes(self.host_memory or 0)})"
         waits = sum(self.candidates.waits(block) for block in plan.blocks) / (self.candidates.seconds or 1.0)
         if waits > _SLOW:

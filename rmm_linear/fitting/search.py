@@ -26,7 +26,7 @@ from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import watch
 
 MOST = 2**24  # more is taken for "any number"
-_LESS = 1e-6  # of a cost
+_LESS, _ROOM = 1e-6, 1.05  # of a cost, and of the least budget
 _FINE = 1000  # a first guess is off by a thousandth
 _TRIES = 8  # of plans, which are solved for every size
 
@@ -175,11 +175,17 @@ class SizeSearch:
         def cost(option: Option) -> float:  # of options that cost the same, the one that needs less
             return self.work.cost(option) + _LESS * option.worst / self.budget
 
-        chosen = choose(options, least(options, host), cost, solver="rounded", host=host)
+        def bytes_of(option: Option) -> float:  # where the sum of options is too low, what needs less has room
+            return (option.kept + option.worst) / self.budget + _LESS * self.work.cost(option)
+
+        lowest, tried = least(options, host), list[list[int]]()
+        for price, budget in ((cost, lowest), (bytes_of, int(lowest * _ROOM))):
+            chosen = choose(options, budget, price, solver="rounded", host=host)
+            tried += [] if chosen is None else [chosen, _evened(options, chosen)]
         plans = [
             self._judged(proposals.plan(one, Peak()), size)
-            for one in ([] if chosen is None else [chosen, _evened(options, chosen)])
-            if host is None or host_of(options, one) <= host
+            for number, one in enumerate(tried)
+            if one not in tried[:number] and (host is None or host_of(options, one) <= host)
         ]
         return min(filter(None, plans), key=lambda plan: plan.predicted, default=None)
 
