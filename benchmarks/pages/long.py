@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
+from benchmarks.planning.long_longest import EXACT, MEMORIES, UNSLOTH, Longest
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import Stored
 from benchmarks.planning.long_tiles import Working
@@ -46,6 +47,31 @@ _DRAWN: dict[str, Cell] = {
     "choices of all plans": of("plans"),
 }
 
+_LONGEST: dict[str, Cell] = {
+    "`rmm-linear longest`": lambda row: f"`{row.command.removesuffix(EXACT).replace(f' {EXACT}', '')}`",
+    "tokens": of("tokens", ","),
+    "kB per token": of("bytes_per_token", ",.1f", 1e-3),
+    "on the host, GB": of("host_bytes", ",.0f", 1e-9),
+    "every block recomputed": of("checkpointed", ","),
+    "binds": of("binds"),
+    "plan": of("plan"),
+}
+
+
+def _against(rows: Sequence[Longest]) -> str:
+    """Lay out a line per memory of the model of which others give the same."""
+    of_memory = {row.command.split()[2]: row for row in rows if (row.model, row.method) == ("llama-3.1-8b", "qlora")}
+    spec: dict[str, Cell] = {
+        "memory, GiB": lambda row: f"{row.memory / 2**30:.0f}",
+        "exact": of("exact", ","),
+        "every block recomputed": of("checkpointed", ","),
+        "Unsloth": lambda row: f"{UNSLOTH[row.command.split()[2]]:,}",
+        "fitted": of("tokens", ","),
+        "by Unsloth's": lambda row: f"{row.tokens / UNSLOTH[row.command.split()[2]]:.1f}",
+        "on the host, GB": of("host_bytes", ",.0f", 1e-9),
+    }
+    return columns((of_memory[memory] for memory in MEMORIES if memory in of_memory), spec)
+
 
 def _tiles(rows: Sequence[Working]) -> str:
     def cell(row: Working) -> str:
@@ -78,6 +104,8 @@ TABLES: dict[str, Table] = {
     "long-store": from_csv("long-store", Stored, lambda rows: columns(rows, _STORED)),
     "long-tiles": from_csv("long-tiles", Working, _tiles),
     "long-tile-times": from_csv("long-tiles", Working, _tile_times),
+    "long-longest": from_csv("long-longest", Longest, lambda rows: columns(rows, _LONGEST)),
+    "long-against": from_csv("long-longest", Longest, _against),
     "long-least": from_csv("long-least", Lowest, lambda rows: columns(rows, _LOWEST)),
     "long-random": from_csv("long-random", Drawn, lambda rows: columns(rows, _DRAWN)),
     "long-claims": from_csv("long-random", Drawn, _claims),
