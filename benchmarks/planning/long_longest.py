@@ -17,17 +17,15 @@ from rmm_linear.command.main import main
 
 EXACT = "--allow keep recompute offload tile"
 QLORA, FULL = "--method qlora --rank 32", "--method full --offload-state"
-MEMORIES = ("8GiB", "12GiB", "16GiB", "24GiB", "40GiB", "48GiB", "80GiB")
+MEMORIES = ("8GiB", "16GiB", "24GiB", "48GiB", "80GiB")
 # Tokens of QLoRA of rank 32 on Llama-3.1-8B, batch 1, by memory in GiB, as its authors' page has them.
-UNSLOTH = dict(zip(MEMORIES, (2_972, 21_848, 40_724, 78_475, 153_977, 191_728, 342_733), strict=True))
+UNSLOTH = dict(zip(MEMORIES, (2_972, 40_724, 78_475, 191_728, 342_733), strict=True))
 
 COMMANDS = (
     f"llama-3.1-8b --memory 80GB {QLORA} {EXACT}",
     f"llama-3.1-8b --memory 80GB {QLORA} {EXACT} --host-memory 128GB",
-    f"llama-3.1-8b --memory 80GB {QLORA} {EXACT} --host-memory 64GB",
     f"llama-3.1-8b --memory 80GB {FULL} {EXACT}",
-    f"llama-3.1-8b --memory 80GB --method lora --rank 32 {EXACT}",
-    *(f"llama-3.1-8b --memory {memory} {QLORA} {EXACT}" for memory in MEMORIES),
+    *(f"llama-3.1-8b --memory {memory} {QLORA} {EXACT}" for memory in reversed(MEMORIES)),
     f"qwen3-8b --memory 80GB {QLORA} {EXACT}",
     f"llama-3.1-70b --memory 80GB {QLORA} {EXACT}",
     f"gpt-oss-20b --memory 80GB {QLORA} {EXACT}",
