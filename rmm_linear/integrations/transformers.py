@@ -17,6 +17,7 @@ import torch
 import rmm_linear
 from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.checkpointing import KEEP, REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.fitting.report import FitReport
@@ -34,11 +35,15 @@ from rmm_linear.integrations.explaining import is_converted, late_linears, saved
 from rmm_linear.integrations.fit_training import FitCallback
 from rmm_linear.integrations.probing import ProbeCallback
 from rmm_linear.integrations.trainers import (
+    BY_CONVERSION,
+    BY_PLAN,
     arguments_of_step,
     around_next_step,
     calling_trainer,
     is_trainer,
     loss_call,
+    prepared_inputs,
+    turn_off_checkpointing,
 )
 
 __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
@@ -89,6 +94,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         config: As for GradientProbe.
         whole_every: Measure the whole gradient on every n-th probed step; None never does.
         draws: As for GradientProbe.
+        checkpointing: "replace" turns activation checkpointing, which TRL's trainers turn on by default, off for the
+            time of the training where ``convert`` or ``fit`` is given; with ``RMMConfig(checkpointed="packed")`` it
+            stays. "keep" leaves it on: what it recomputes stays exact, and is not the plan's to choose.
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
@@ -116,6 +124,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         config: RMMConfig | None = None,
         whole_every: int | None = None,
         draws: int = 2,
+        checkpointing: str = REPLACE,
     ) -> None:
         """Store the Trainer and the options, and check them."""
         SketchStateCallback.__init__(self)
@@ -146,7 +155,11 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.trainer: Any = trainer
         self.report, self.limit = report, limit
         self.convert, self.per_layer = convert, per_layer
-        self._fitting = None if fit is None else FitCallback(fit, self._unprobed)
+        check_checkpointing(checkpointing)
+        is_kept = convert is not None and convert.checkpointed == "packed"
+        self.checkpointing = KEEP if is_kept else checkpointing
+        self._off: Uncheckpointed | None = None
+        self._fitting = None if fit is None else FitCallback(fit, self._unprobed, checkpointing)
         self.offload_folder = None if self._fitting is None else self._fitting.settings.get("folder")
         self._memory: dict[str, float] = {}
         self._measured = self._warned = self._explains = self._prints = False
@@ -166,6 +179,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     ) -> None:
         """Convert if asked, print the report, attach the probe and restore the state of a resumed run."""
         self.trainer = calling_trainer(self) if self._given is None else self._given
+        is_owner = self.convert is not None or self._fitting is not None
+        if model is not None and is_owner and self.checkpointing == REPLACE:
+            self._off = turn_off_checkpointing(model, args, BY_CONVERSION if self._fitting is None else BY_PLAN)
         if self.convert is not None and model is not None:
             self._convert(model)
         elif model is not None and self._fitting is None and self.config is None and not is_converted(model):
@@ -240,6 +256,14 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
                 state.global_step, medians["noise"], self.limit,
             )  # fmt: skip
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detach the probe, and turn checkpointing on again, if it was."""
+        super().on_train_end(args, state, control, **kwargs)
+        if self._off is not None:
+            self._off.detach()
+
     @contextmanager
     def _unprobed(self) -> Iterator[None]:
         """Take the probe off while the plan changes; then put it on, for this step if it is due, if there is noise."""
@@ -275,7 +299,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
         def explaining(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             given = arguments_of_step(args, kwargs)
-            inputs = trainer._prepare_inputs(given["inputs"])
+            inputs = prepared_inputs(trainer, given["inputs"])
             loss = loss_call(trainer, model, inputs, given.get("num_items_in_batch"))
             found = saved_by_model(model, report, loss)  # all processes run the model alike
             if not isinstance(found, str):

@@ -135,6 +135,17 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
     return found
 
 
+@dataclass(frozen=True)
+class LossOfBatch:
+    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does."""
+
+    batch: Mapping[str, Any]
+    of: Callable[[Mapping[str, Any]], Any]
+
+    def __call__(self) -> Any:
+        return self.of(self.batch)
+
+
 def call_with(model: nn.Module, batch: Any) -> Any:
     """Run a model on a batch, as :func:`saved_tensors` takes it."""
     if callable(batch):
@@ -153,6 +164,7 @@ def sequences_in(batch: Any) -> int:
 
 def rows_in(batch: Any) -> int:
     """Return the rows that the layers of a model get of a batch: its tokens, or the rows of its largest tensor."""
+    batch = batch.batch if isinstance(batch, LossOfBatch) else batch
     tensors = [] if callable(batch) else [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     tokens = [leaf.numel() for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
     others = [leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.dim() > 1 and leaf.numel()]

@@ -113,7 +113,8 @@ def test_a_model_whose_adapters_came_after_convert_is_converted_again(tmp_path, 
 
 def test_checkpointed_layers_that_stay_exact_have_no_noise_to_warn_of(tmp_path, caplog):
     trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=2, gradient_checkpointing=True)
-    trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=1, ratio=0.02), every=2, limit=1e-6))
+    config = RMMConfig(min_rows=1, ratio=0.02)
+    trainer.add_callback(RMMCallback(convert=config, every=2, limit=1e-6, checkpointing="keep"))
     trainer.train()
     (noise,) = [entry["rmm/noise"] for entry in recorder.logs if "rmm/noise" in entry]
     assert noise == 0
