@@ -38,6 +38,7 @@ from rmm_linear.conversion.packed import (
 from rmm_linear.conversion.remaining import uncompressed
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.memory.inputs import check_example
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,10 @@ def convert(
         The modules that were converted and those that were skipped, with the reason. Print it.
 
     Raises:
-        ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
+        ValueError: If the example is on another device than the model, nothing matches (the message has the nearest layer names), an override matches nothing, nothing
             would save bytes on ``example``, or the model is converted already.
-        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, or a keyword is not one of its fields.
+        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, a keyword is not one of its fields, or
+            ``example`` is no batch, or none that the model can be called with.
 
     Example:
         >>> from torch import nn
@@ -89,6 +91,8 @@ def convert(
     """
     config = _configuration(config, quality, overrides)
     _check_model(model)
+    if example is not None:
+        check_example(model, example)
     names = first_names(model)
     if any(isinstance(module, ConvertedModule) for module in names):
         raise ValueError(
@@ -166,7 +170,12 @@ def _choose(
         )
         for name, module in linears.items()
     }
-    if converted and not packed and all(layer.frozen for layer in converted.values()):
+    if (linears or packed) and not any(parameter.requires_grad for parameter in model.parameters()):
+        logger.warning(
+            "No parameter of the model requires a gradient, so a training step saves next to nothing, converted or not. "
+            "Convert a model that is trained: unfreeze it, or put adapters on it, before."
+        )
+    elif converted and not packed and all(layer.frozen for layer in converted.values()):
         logger.warning(
             "No weight of the %d layers to convert requires a gradient, so they save nothing with or without a sketch, "
             "until they are unfrozen. Convert a model that trains linear layers, as lora_A after get_peft_model.",

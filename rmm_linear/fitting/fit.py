@@ -17,6 +17,7 @@ from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.shards import Shards, fully_sharded
+from rmm_linear.memory.inputs import check_example
 from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
 
@@ -101,7 +102,7 @@ def fit(
         >>> report.fits, report.peak <= 0.7 * report.exact_peak
         (True, True)
     """
-    check_arguments(model, memory, allow, time, objective, max_noise, checkpointing)
+    check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example)
     with uncheckpointed(model, checkpointing) as off, quiet():
         work = Fitting(
             model, example, None if memory == LEAST else memory,
@@ -132,9 +133,12 @@ def check_arguments(
     objective: str = "time",
     max_noise: float = 1.0,
     checkpointing: str = REPLACE,
+    example: Any = None,
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
     check_model(model)
+    if example is not None:
+        check_example(model, example)
     check_checkpointing(checkpointing)
     if memory is None and time is None:
         raise TypeError('fit needs memory="8GB", or time=1.2 for the least memory in that time, and got neither.')

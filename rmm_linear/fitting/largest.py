@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.quiet import quiet
-from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.sizes import show_both, show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
@@ -52,7 +52,7 @@ class LargestBatch:
         ]
         lines = [
             f"rmm_linear max_batch: batch={self.batch} exact={self.exact} checkpointed={self.checkpointed} "
-            f"peak={show_bytes(self.peak)} budget={show_bytes(self.memory)}",
+            f"peak={show_bytes(self.peak)} budget={show_both(self.memory)}",
             table(("largest batch", "sequences"), rows),
             *(f"Note: {note}" for note in self.notes),
         ]
@@ -107,7 +107,7 @@ def max_batch(
         True
     """
     check_size(memory)
-    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing)
+    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
     with uncheckpointed(model, checkpointing), quiet():
         count = max(sequences_of(example), 2)
         sizes = Sizes(partial(resized, example), count // 2, count)

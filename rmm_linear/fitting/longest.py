@@ -155,7 +155,7 @@ def max_length(
         True
     """
     check_size(memory)
-    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing)
+    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
     check_integer("batch_size", batch_size)
     check_integer("multiple", multiple)
     positions = usable_positions(model)

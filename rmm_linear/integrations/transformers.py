@@ -202,7 +202,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self._explains = self.report is not None and self.report.memory is None and not state.global_step
         if self.report is not None and self._prints:
             # Printed, not logged, as by the Trainer's own callbacks.
-            print(self.report.modules() if self._explains else self.report)
+            print(self.report.modules() if self.report.memory is None else self.report)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
