@@ -16,7 +16,7 @@ import torch
 
 import rmm_linear
 from rmm_linear._support.installing import INSTALL_EXTRA
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.checkpointing import KEEP, REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.report import ConversionReport
@@ -51,6 +51,9 @@ __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
 logger = logging.getLogger(__name__)
 
 _PREFIX = "rmm/"
+# The step whose noise is measured in any case, after adapters that begin with zeros have gradients, and of how many
+# layers, as on most GPUs that takes as long as some steps.
+_FIRST, _LAYERS = 3, 16
 
 
 class RMMCallback(SketchStateCallback, ProbeCallback):
@@ -70,8 +73,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     The conversion report is printed when training begins, and in the first step what the whole model saves for the
     backward pass, exactly and converted, which ``report.memory`` has from then on; that calls ``compute_loss`` three
-    times more. A warning is logged once if the median ratio exceeds a limit. A callback cannot add to what the Trainer
-    sends to its other callbacks, so this one calls ``trainer.log`` itself.
+    times more, and leaves no trace in what the Trainer counts. With ``convert``, the ratio of some layers is measured
+    in the third step too, and its median printed. A warning is logged once if the median ratio exceeds a limit. A
+    callback cannot add to what the Trainer sends to its other callbacks, so this one calls ``trainer.log`` itself.
 
     With ``fit``, :func:`rmm_linear.fit` chooses for every block what it saves, so that training fits a budget. It
     plans in the first step, with its batch and the Trainer's optimizer, prints its report, and plans again before a
@@ -163,6 +167,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.offload_folder = None if self._fitting is None else self._fitting.settings.get("folder")
         self._memory: dict[str, float] = {}
         self._measured = self._warned = self._explains = self._prints = False
+        self._asked = 0
 
     @property
     def fit_report(self) -> FitReport | None:
@@ -199,6 +204,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         steps = {row.step for row in self.results.rows}
         self._warned = any(self.results.medians(step).get("noise", 0.0) > self.limit for step in steps)
         self._prints = state.is_world_process_zero
+        self._asked = min(_FIRST, state.max_steps) if self.convert is not None else 0
         self._explains = self.report is not None and self.report.memory is None and not state.global_step
         if self.report is not None and self._prints:
             # Printed, not logged, as by the Trainer's own callbacks.
@@ -208,14 +214,19 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Arm the probe, or measure memory, if this step is due for it; explain the first one."""
-        arm = functools.partial(super().on_step_begin, args, state, control, **kwargs)
+        step = state.global_step + 1
+
+        def arm() -> None:
+            if self._probe is not None and step == self._asked:
+                self._probe.arm(step, whole=False, at_most=_LAYERS)
+            super(RMMCallback, self).on_step_begin(args, state, control, **kwargs)
+
         around: list[Callable[..., Any]] = [] if self._fitting is None else [self._fitting.run]
         if self._probe is not None and self._explains:
             self._explains = False
             around.append(self._explaining(self._probe.model, arm))
         else:
             arm()
-        step = state.global_step + 1
         is_due = (step + 1) % self.every == 0 or (step % self.every == 0 and not self._measured)
         if self._probe is not None and is_due and (args.device.type == "cuda" or not self._measured):
             self._measured = True
@@ -248,12 +259,18 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         should_log = control.should_log
         self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
+        if state.global_step == self._asked and self._prints and "noise" in medians:
+            print(
+                f"rmm_linear: variance ratio of linear layers, compression to minibatch: {medians['noise']:.2g} (median of "
+                f"{len(rows)} layers in step {state.global_step}; above 1 it costs accuracy)"
+            )
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True
             logger.warning(
                 "Step %d: the variance ratio, sketch to minibatch, is %.3g (median over the layers), more than the "
-                "limit of %g. Store more: a larger ratio or memory, or fewer bits at the same memory.",
-                state.global_step, medians["noise"], self.limit,
+                "limit of %g. Store more, as RMMConfig.preset(\"careful\") does (an eighth of the default's), or leave "
+                "linear layers exact: RMMConfig(operations=%s).",
+                state.global_step, medians["noise"], self.limit, [one for one in OPERATIONS if one != "linear"],
             )  # fmt: skip
 
     def on_train_end(

@@ -150,7 +150,8 @@ class LossOfBatch:
 def check_example(model: nn.Module, example: Any) -> None:
     """Raise unless an example is a batch that a model can be called with, as far as its signature and device show."""
     if isinstance(example, str) or not (isinstance(example, Mapping | list | tuple | Tensor) or callable(example)):
-        hint = " Take one of its batches: next(iter(loader))." if hasattr(example, "__iter__") else ""
+        is_loader = hasattr(example, "__iter__") and not isinstance(example, str)
+        hint = " Take one of its batches: next(iter(loader))." if is_loader else ""
         raise TypeError(
             "example must be a training batch: a mapping of keyword arguments, a sequence of arguments, or a tensor, got "
             f"{type(example).__name__}.{hint}"
@@ -158,16 +159,17 @@ def check_example(model: nn.Module, example: Any) -> None:
     if callable(example):
         return
     given = dict(example) if isinstance(example, Mapping) else {}
+    placed = () if isinstance(example, Mapping) else example if isinstance(example, list | tuple) else (example,)
+    signature = inspect.signature(model.forward)
     try:
-        signature = inspect.signature(model.forward)
-        signature.bind(*(example if isinstance(example, list | tuple) else () if given else (example,)), **given)
-    except (TypeError, ValueError) as error:
+        signature.bind(*placed, **given)
+    except TypeError as error:
         raise TypeError(
             f"example must have the arguments of {type(model).__name__}, and does not: {error}. They are "
-            f"{', '.join(signature.parameters) if isinstance(error, TypeError) else 'not known'}."
+            f"{', '.join(signature.parameters)}."
         ) from error
     device = next((p.device.type for p in model.parameters()), None)
-    for leaf in tree_leaves(given or example):
+    for leaf in tree_leaves((placed, given)):
         if isinstance(leaf, Tensor) and device not in (None, "meta", leaf.device.type) and not leaf.is_meta:
             raise ValueError(
                 f"example must be on the model's device, which is {device}, got a tensor on {leaf.device}. Move it there."
