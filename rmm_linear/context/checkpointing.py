@@ -71,14 +71,15 @@ class Uncheckpointed:
 
     def attach(self) -> None:
         """Turn it off, where it is on."""
-        for module in self.model.modules():
+        modules: list[Any] = list(self.model.modules())
+        for module in modules:
             for flag in FLAGS:
                 if getattr(module, flag, False) is True:
                     setattr(module, flag, False)
                     self._undo.append(partial(setattr, module, flag, True))
             if is_wrapper(module):
                 self._undo.append(partial(setattr, module, "checkpoint_fn", module.checkpoint_fn))
-                module.checkpoint_fn = _run  # pyright: ignore[reportAttributeAccessIssue]
+                module.checkpoint_fn = _run
 
     def detach(self) -> None:
         """Turn it on, where it was."""

@@ -76,8 +76,8 @@ def convert(
         The modules that were converted and those that were skipped, with the reason. Print it.
 
     Raises:
-        ValueError: If the example is on another device than the model, nothing matches (the message has the nearest layer names), an override matches nothing, nothing
-            would save bytes on ``example``, or the model is converted already.
+        ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
+            would save bytes on ``example``, it is on another device, or the model is converted already.
         TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, a keyword is not one of its fields, or
             ``example`` is no batch, or none that the model can be called with.
 
@@ -172,8 +172,8 @@ def _choose(
     }
     if (linears or packed) and not any(parameter.requires_grad for parameter in model.parameters()):
         logger.warning(
-            "No parameter of the model requires a gradient, so a training step saves next to nothing, converted or not. "
-            "Convert a model that is trained: unfreeze it, or put adapters on it, before."
+            "No parameter of the model requires a gradient, so a training step saves hardly anything, converted or not. "
+            "Unfreeze the model, or put adapters on it, before."
         )
     elif converted and not packed and all(layer.frozen for layer in converted.values()):
         logger.warning(

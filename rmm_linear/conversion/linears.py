@@ -69,7 +69,7 @@ def _narrow(chosen: dict[str, nn.Module]) -> dict[str, str]:
     features = {name: linear_features(module)[0] for name, module in chosen.items()}
     widest = max(features.values(), default=0)
     return {
-        name: f"its input has {count} features, few beside the {widest} of others: a code would free little"
+        name: f"its input has {count} features, others up to {widest}: a code would free little"
         for name, count in features.items()
         if count * _NARROW <= widest and chosen[name].weight.requires_grad
     }

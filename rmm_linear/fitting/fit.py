@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _OBJECTIVES = ("time", "noise")
 REPLACED = (
-    "Activation checkpointing was on and is off as long as the plan is applied, as the plan chooses what is recomputed. "
+    "Activation checkpointing was on, and is off as long as the plan is applied, which chooses what is recomputed. "
     'revert() turns it on again; checkpointing="keep" leaves it on.'
 )
 

@@ -108,8 +108,8 @@ class FitReport:
             parts.append(f"What binds is {self.binds}.")
         if self.noise:
             parts.append(
-                "Variance ratio: variance added to the whole gradient / its minibatch variance; max_noise limits that of "
-                "single layers."
+                "Variance ratio: variance added to the whole gradient / its minibatch variance; max_noise limits that "
+                "of single layers."
             )
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts)

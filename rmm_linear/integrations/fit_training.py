@@ -326,7 +326,7 @@ def _example(trainer: Any, model: nn.Module, inputs: Any) -> Any:
         handle.remove()
     if len(calls) != 1 or calls[0][0]:
         return loss
-    (_, named, output), = calls
+    ((_, named, output),) = calls
     try:
         own = loss_of(output)
     except ValueError:  # it returns none

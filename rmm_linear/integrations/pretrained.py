@@ -114,8 +114,8 @@ def convert_as_saved(
         return _planned_as_saved(model, path, offload_folder)
     if not path.is_file():
         hint = (
-            f"It has the state of sketches alone ({STATE_FILE}), as checkpoints of a Trainer do: convert the model as it "
-            "was for that training, and resume it with the same callback, which restores the state."
+            f"It has the state of sketches alone ({STATE_FILE}), as checkpoints of a Trainer do: convert the model as "
+            "for that training, and resume it with the same callback, which restores the state."
             if (path.parent / STATE_FILE).is_file()
             else "save_conversion(model, folder) writes it."
         )

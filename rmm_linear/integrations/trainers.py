@@ -81,8 +81,8 @@ def turn_off_checkpointing(model: torch.nn.Module, args: Any, instead: str) -> U
     if off.is_attached and args.process_index == 0:
         # Printed, not logged, as by the Trainer's own callbacks.
         print(
-            f"rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as {instead} "
-            'in its place. checkpointing="keep" leaves it on.'
+            "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
+            f'{instead} in its place. checkpointing="keep" leaves it on.'
         )
     return off
 

@@ -6,7 +6,6 @@ Needs transformers; nothing else in the library imports this module.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -261,8 +260,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
         if state.global_step == self._asked and self._prints and "noise" in medians:
             print(
-                f"rmm_linear: variance ratio of linear layers, compression to minibatch: {medians['noise']:.2g} (median of "
-                f"{len(rows)} layers in step {state.global_step}; above 1 it costs accuracy)"
+                f"rmm_linear: variance ratio of linear layers, compression to minibatch: {medians['noise']:.2g} "
+                f"(median of {len(rows)} layers in step {state.global_step}; above 1 it costs accuracy)"
             )
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True

@@ -144,6 +144,7 @@ class LossOfBatch:
     of: Callable[[Mapping[str, Any]], Any]
 
     def __call__(self) -> Any:
+        """Compute the loss of the batch itself."""
         return self.of(self.batch)
 
 
@@ -153,8 +154,8 @@ def check_example(model: nn.Module, example: Any) -> None:
         is_loader = hasattr(example, "__iter__") and not isinstance(example, str)
         hint = " Take one of its batches: next(iter(loader))." if is_loader else ""
         raise TypeError(
-            "example must be a training batch: a mapping of keyword arguments, a sequence of arguments, or a tensor, got "
-            f"{type(example).__name__}.{hint}"
+            "example must be a training batch: a mapping of keyword arguments, a sequence of arguments, or a tensor, "
+            f"got {type(example).__name__}.{hint}"
         )
     if callable(example):
         return
@@ -172,7 +173,7 @@ def check_example(model: nn.Module, example: Any) -> None:
     for leaf in tree_leaves((placed, given)):
         if isinstance(leaf, Tensor) and device not in (None, "meta", leaf.device.type) and not leaf.is_meta:
             raise ValueError(
-                f"example must be on the model's device, which is {device}, got a tensor on {leaf.device}. Move it there."
+                f"example must be on the model's device, {device}, got a tensor on {leaf.device}. Move it there."
             )
 
 

@@ -74,7 +74,9 @@ def test_it_is_kept_and_named_where_that_is_asked_for():
         rmm_linear.fit(model, BATCH, checkpointing="replaced", **KEPT)
 
 
-@pytest.mark.parametrize(("memory", "said"), [("70KB", "'70KB'"), (0.2, r"0\.2 \([\d.]+ KiB\)"), ("20%", r"'20%' \([\d.]+ KiB\)")])
+@pytest.mark.parametrize(
+    ("memory", "said"), [("70KB", "'70KB'"), (0.2, r"0\.2 \([\d.]+ KiB\)"), ("20%", r"'20%' \([\d.]+ KiB\)")]
+)
 def test_a_budget_is_named_as_it_was_given(memory, said):
     with pytest.raises(ValueError, match=f"^memory={said} cannot be met"):
         rmm_linear.fit(tiny_model("roberta"), BATCH, memory, allow=["keep"])

@@ -67,7 +67,9 @@ def test_a_conversion_counts_what_is_trained_and_no_more(kind, tmp_path, capsys)
     assert callback.report.memory.after < 0.4 * callback.report.memory.before
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.stack), 3, pytest.param(4, marks=pytest.mark.stack)])
+@pytest.mark.parametrize(
+    "seed", [1, pytest.param(2, marks=pytest.mark.stack), 3, pytest.param(4, marks=pytest.mark.stack)]
+)
 def test_batches_of_any_size_are_planned_for_in_bfloat16(seed, tmp_path):
     """TRL adds up the loss in another order than the model, and reads numbers of it."""
     callback = RMMCallback(fit={"memory": 0.95, "allow": ["keep", "recompute"]})
@@ -105,5 +107,7 @@ def test_adapters_that_come_after_convert_are_named(tmp_path, caplog):
 
 def test_checkpointing_is_kept_where_it_is_asked_for_and_named_where_nothing_fits(tmp_path, caplog):
     callback = RMMCallback(fit={"memory": "100KB", "allow": ["keep", "recompute"]}, checkpointing="keep")
-    with pytest.raises(ValueError, match=r"memory='100KB' cannot be met.* Activation checkpointing is on: .*\"replace\""):
+    with pytest.raises(
+        ValueError, match=r"memory='100KB' cannot be met.* Activation checkpointing is on: .*\"replace\""
+    ):
         train("sft", tmp_path, callback)
