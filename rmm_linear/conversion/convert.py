@@ -172,7 +172,7 @@ def _choose(
     }
     if (linears or packed) and not any(parameter.requires_grad for parameter in model.parameters()):
         logger.warning(
-            "No parameter of the model requires a gradient, so a training step saves hardly anything, converted or not. "
+            "No parameter of the model requires a gradient, so a training step saves little, converted or not. "
             "Unfreeze the model, or put adapters on it, before."
         )
     elif converted and not packed and all(layer.frozen for layer in converted.values()):
