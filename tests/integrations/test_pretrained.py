@@ -151,7 +151,9 @@ def test_what_is_not_converted_has_nothing_to_save(tmp_path):
     ):
         convert_as_saved(Mlp(), tmp_path)
     (tmp_path / "sketch_state.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="It has the state of sketches alone .* as checkpoints of a Trainer do"):
+    with pytest.raises(
+        FileNotFoundError, match=r"It has the state of sketches alone .* as checkpoints of a Trainer do"
+    ):
         convert_as_saved(Mlp(), tmp_path)
 
 
