@@ -10,6 +10,7 @@ from trl_helpers import trl_trainer
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.context.checkpointing import is_checkpointed
+from rmm_linear.integrations.fit_training import _example
 from rmm_linear.integrations.transformers import RMMCallback
 
 KINDS = {
@@ -19,6 +20,7 @@ KINDS = {
     "reward": {},
     "grpo": {},
 }
+REST = ("sft packed", "dpo", "reward")
 OFF = "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
 TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
 
@@ -41,7 +43,7 @@ def logs(trainer):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sft", "grpo", *(pytest.param(k, marks=pytest.mark.stack) for k in REST)])
 def test_a_plan_that_changes_nothing_leaves_no_trace_in_the_logs(kind, tmp_path, capsys):
     """To the bit: TRL counts tokens, entropies and rewards wherever its loss is computed."""
     plain = logs(train(kind, tmp_path / "plain", gradient_checkpointing=False))
@@ -67,9 +69,17 @@ def test_a_conversion_counts_what_is_trained_and_no_more(kind, tmp_path, capsys)
     assert callback.report.memory.after < 0.4 * callback.report.memory.before
 
 
-@pytest.mark.parametrize(
-    "seed", [1, pytest.param(2, marks=pytest.mark.stack), 3, pytest.param(4, marks=pytest.mark.stack)]
-)
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_the_loss_of_any_batch_is_known_for_the_models_own(seed, tmp_path):
+    """In bfloat16, where TRL adds up the loss in another order than the model; the example is how TRL calls it."""
+    trainer = trl_trainer("sft", tmp_path, seed=seed, bf16=True)
+    found = _example(trainer, trainer.model, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader()))))
+    assert found["fused_lm_head"] is True
+    assert torch.is_tensor(found["labels"])
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_batches_of_any_size_are_planned_for_in_bfloat16(seed, tmp_path):
     """TRL adds up the loss in another order than the model, and reads numbers of it."""
     callback = RMMCallback(fit={"memory": 0.95, "allow": ["keep", "recompute"]})
@@ -105,6 +115,7 @@ def test_adapters_that_come_after_convert_are_named(tmp_path, caplog):
     assert "lora_A.default" in said
 
 
+@pytest.mark.stack
 def test_checkpointing_is_kept_where_it_is_asked_for_and_named_where_nothing_fits(tmp_path, caplog):
     callback = RMMCallback(fit={"memory": "100KB", "allow": ["keep", "recompute"]}, checkpointing="keep")
     with pytest.raises(
