@@ -83,6 +83,7 @@ _MODULES = {
     "sketch_tensors": "conversion.state",
     "sketched_linear": "layers.function",
     "tile": "planning.tiles.apply",
+    "RMMTrainer": "integrations.rmm_trainer",  # needs transformers, so it is none of the names that * imports
 }
 # Planning applies plans with conversions, and is below them.
 provide("convert", "rmm_linear.fitting.executor", "Conversion")

@@ -139,6 +139,7 @@ class RMMConfig(SavedSettings):
 
     version: ClassVar[str] = __version__
     other_keys: ClassVar[tuple[str, ...]] = (STATE_KEY,)
+    quant_method: ClassVar[str] = "rmm"  # in transformers' registry, see rmm_linear.integrations.quantizer
 
     def __new__(cls, *args: Any, **fields: Any) -> RMMConfig:
         """Refuse what is no field, with the field that is meant."""
