@@ -21,7 +21,6 @@ except ImportError as missing:
 
 from rmm_linear.integrations.transformers import RMMCallback
 
-
 logger = logging.getLogger(__name__)
 
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -71,12 +70,7 @@ class RMMPlugin(BasePlugin):
 
 
 def read_section(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of RMMCallback for an ``rmm`` section.
-
-    Example:
-        >>> read_section({"fit": "8GB"})
-        {'fit': '8GB'}
-    """
+    """Return the arguments of RMMCallback for an ``rmm`` section."""
     given = {name: value for name, value in section.items() if value is not None}
     if "fit" not in given:
         return {"convert": RMMConfig.preset(given.pop("quality", "default"), **given)}

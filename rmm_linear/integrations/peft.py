@@ -1,9 +1,9 @@
-"""A LoRA variant that saves a sketch of the adapter's input, beside PEFT's VeLoRA, and the configuration that selects it.
+"""A LoRA variant that saves a sketch of the adapter's input, beside PEFT's VeLoRA, and its configuration.
 
-    get_peft_model(model, SketchedLoraConfig(r=32, target_modules=["q_proj", "v_proj"], sketch_config=RMMConfig(bits=4)))
+    get_peft_model(model, SketchedLoraConfig(r=32, target_modules=["q_proj"], sketch_config=RMMConfig(bits=4)))
 
-LoRA keeps the input X of every adapted layer for dA = (Y B)ᵀ X alone. The variant saves a sketch or a code of it; unlike
-VeLoRA's fixed projection it leaves the gradient unbiased. Outputs, the other gradients, merging and files are those of
+LoRA keeps the input X of every adapted layer for dA = (Y B)ᵀ X alone. The variant saves a sketch or a code of it;
+unlike VeLoRA's projection it leaves the gradient unbiased. Outputs, the other gradients, merging and files are those of
 LoRA: PEFT loads a saved adapter without this library, with a warning that it ignores ``sketch_config``.
 
 Adapters alone save less, and so it fits PEFT's own scripts. :func:`rmm_linear.convert` after ``get_peft_model`` reaches
@@ -38,36 +38,36 @@ class SketchedLinearVariant(LoraVariant):
     """LoRA whose A projection saves a sketch of its input."""
 
     @staticmethod
-    def init(module: Linear, adapter_name: str, config: SketchedLoraConfig, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def init(module: Any, adapter_name: str, config: SketchedLoraConfig, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Note the settings of an adapter."""
         if "lora_sketch_config" not in module.other_param_names:
             module.other_param_names = (*module.other_param_names, "lora_sketch_config")
-            module.lora_sketch_config = {}  # pyright: ignore[reportAttributeAccessIssue]
-        module.lora_sketch_config[adapter_name] = config.sketch_config  # pyright: ignore[reportIndexIssue,reportArgumentType]
+            module.lora_sketch_config = {}
+        module.lora_sketch_config[adapter_name] = config.sketch_config
 
     @staticmethod
-    def merge_safe(module: Linear, active_adapter: str, orig_weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def merge_safe(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
         """Return the base layer's weight with the adapter in it."""
         return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
     @staticmethod
-    def merge_unsafe(module: Linear, active_adapter: str, orig_weight: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:
         """Add the adapter to the base layer's weight."""
         orig_weight.data += module.get_delta_weight(active_adapter)
 
     @staticmethod
-    def unmerge(module: Linear, active_adapter: str, orig_weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
         """Return the base layer's weight without the adapter."""
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
     @staticmethod
-    def forward(module: Linear, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         """Add the adapter's output to the base layer's."""
         a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
         x = module.lora_dropout[active_adapter](x)
         if module.training and torch.is_grad_enabled():
-            config = module.lora_sketch_config[active_adapter]  # pyright: ignore[reportIndexIssue,reportArgumentType]
-            hidden = sketched_linear(x, a.weight, a.bias, config=config)  # pyright: ignore[reportArgumentType]
+            config = module.lora_sketch_config[active_adapter]
+            hidden = sketched_linear(x, a.weight, a.bias, config=config)
         else:
             hidden = a(x)
         return result + b(hidden) * module.scaling[active_adapter]

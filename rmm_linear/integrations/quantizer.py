@@ -7,8 +7,8 @@ know the method, and loads the model as it is.
 
 The model is converted once its weights are loaded, which suits training all of them. Adapters come later: call
 :func:`rmm_linear.convert` after ``get_peft_model`` instead, or let
-:class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>` do it. What sketches have learned, and plans, are
-in the files of :func:`rmm_linear.integrations.pretrained.save_conversion`, for all models.
+:class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>` do it. What sketches have learned, and plans, are in
+the files of :func:`rmm_linear.integrations.pretrained.save_conversion`, for all models.
 
 Example:
     >>> import tempfile
@@ -31,8 +31,8 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
 
 try:
-    from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as missing:
     raise not_installed(__name__, "transformers") from missing

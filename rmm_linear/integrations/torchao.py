@@ -2,8 +2,8 @@
 
 ``filter_fn`` decides on one module after another, from the outside inwards, and what it accepts is converted by itself:
 a linear layer alone, as with torchao's default; anything else with all that is inside of it, the whole model for
-``lambda module, name: True``. Parts that are converted by themselves do not know of the model's padding, and layers that
-read the same input do not share a sketch; :func:`rmm_linear.convert` and the whole model do.
+``lambda module, name: True``. Parts that are converted by themselves do not know of the model's padding, and layers
+that read the same input do not share a sketch; :func:`rmm_linear.convert` and the whole model do.
 
 Needs torchao; nothing else in the library imports this module.
 """
@@ -36,8 +36,8 @@ def _convert(module: nn.Module, config: RMMConfig) -> nn.Module:
     for name, default in (("target_modules", RMMConfig.target_modules), ("exclude_modules", None), ("overrides", {})):
         if getattr(config, name) != default:
             raise ValueError(
-                f"quantize_ chooses linear layers by filter_fn, got an RMMConfig with {name}={getattr(config, name)!r}, "
-                "which needs their names. Leave it out, or accept the model: filter_fn=lambda module, name: True."
+                f"quantize_ chooses linear layers by filter_fn, got an RMMConfig with {name}={getattr(config, name)!r}"
+                ", which needs their names. Leave it out, or accept the model: filter_fn=lambda module, name: True."
             )
     alone = nn.ModuleDict({"layer": module})
     convert(alone, config)

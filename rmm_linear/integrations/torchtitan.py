@@ -1,7 +1,8 @@
-"""A policy for torchtitan in place of activation checkpointing: ``activation_checkpoint=CompressedActivations.Config()``.
+"""A policy for torchtitan in place of checkpointing: ``activation_checkpoint = CompressedActivations.Config()``.
 
 torchtitan applies the policy that its Trainer's configuration names to the model, before ``torch.compile`` and FSDP.
-This one converts the model, so nothing is recomputed. The output layer stays exact: torchtitan's loss runs it in chunks.
+This one converts the model, so nothing is recomputed. The output layer stays exact: torchtitan's loss runs it in
+chunks.
 
 Needs torchtitan; nothing else in the library imports this module.
 """

@@ -1,7 +1,7 @@
 """A filter leaves modules of every operation exact, and its result is a configuration like any other."""
 
 import pytest
-from helpers import Mlp, tiny_model
+from helpers import Mlp, converted_names, tiny_model
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, revert
@@ -14,22 +14,18 @@ FILTERS = {
 }
 
 
-def converted(model):
-    return {name for name, module in model.named_modules() if hasattr(module, "rmm_config")}
-
-
 @pytest.mark.parametrize("kind", FILTERS)
 def test_what_a_filter_accepts_is_converted_and_the_report_converts_the_same(kind):
     model, accepts = tiny_model("llama"), FILTERS[kind]
     report = convert(model, filter=accepts)
-    found = converted(model)
+    found = converted_names(model)
     assert found
     assert all(accepts(model.get_submodule(name), name) for name in found)
     revert(model)
     everything = set(convert(model, dry_run=True).packed) | set(convert(model, dry_run=True).converted)
     assert {name for name in everything if accepts(model.get_submodule(name), name)} <= found
     convert(model, report.config)
-    assert converted(model) == found
+    assert converted_names(model) == found
 
 
 def test_the_parts_of_a_rejected_module_are_asked_for():
@@ -49,7 +45,7 @@ def test_a_rejected_module_is_in_the_report_and_in_the_file(tmp_path):
     save_conversion(model, tmp_path)
     twin = tiny_model("llama")
     convert_as_saved(twin, tmp_path)
-    assert converted(twin) == converted(model)
+    assert converted_names(twin) == converted_names(model)
 
 
 @pytest.mark.parametrize("given", [None, ["b"], r"b\..*"])
@@ -72,4 +68,4 @@ def test_a_mistake_leaves_the_model_alone(filter, error, message):
     model = Mlp(dropout=0.1)
     with pytest.raises(error, match=message):
         convert(model, RMMConfig(), filter=filter)
-    assert not converted(model)
+    assert not converted_names(model)
