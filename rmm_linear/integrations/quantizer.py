@@ -6,8 +6,8 @@ ones, and the settings travel in ``config.json``. Where this module is not impor
 know the method, and loads the model as it is.
 
 The model is converted once its weights are loaded, which suits training all of them. Adapters come later: call
-:func:`rmm_linear.convert` after ``get_peft_model`` instead, or let
-:class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>` do it. What sketches have learned, and plans, are in
+:func:`rmm_linear.convert` after ``get_peft_model`` instead, or use
+:class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>`. What sketches have learned, and plans, are in
 the files of :func:`rmm_linear.integrations.pretrained.save_conversion`, for all models.
 
 Example:
