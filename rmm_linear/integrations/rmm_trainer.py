@@ -56,8 +56,8 @@ copyreg.pickle(TrainerSubscript, _reduce)  # pyright: ignore[reportArgumentType]
 class RMMTrainer(Trainer, metaclass=TrainerSubscript):
     """A Trainer that compresses what its model saves; ``RMMTrainer[SFTTrainer]`` is one of any other Trainer class.
 
-    It adds an :class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>` and changes nothing else; for
-    that callback's other options, add one to the class's own ``callbacks`` instead.
+    It adds an :class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>` and changes nothing else. Where
+    that callback's other options are needed, add one to the ``callbacks`` of the class itself.
 
     Args:
         *args: As for the Trainer class.
@@ -94,8 +94,5 @@ class RMMTrainer(Trainer, metaclass=TrainerSubscript):
         self.rmm = RMMCallback(convert=rmm) if isinstance(rmm, RMMConfig) else RMMCallback(fit=rmm)
         super().__init__(*args, **kwargs)
         if any(isinstance(one, RMMCallback) for one in self.callback_handler.callbacks):
-            raise ValueError(
-                "RMMTrainer adds an RMMCallback, got one among the callbacks too. Leave it out, or use the Trainer "
-                "class itself."
-            )
+            raise ValueError("RMMTrainer adds an RMMCallback, got one among the callbacks too. Leave one of them out.")
         self.add_callback(self.rmm)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from helpers import tiny_model
 
-from rmm_linear import RMMConfig, RMMTrainer, convert
+from rmm_linear import RMMConfig, convert
 from rmm_linear.integrations.transformers import RMMCallback
 
 pytestmark = pytest.mark.stack
 
 
-def trainer(model, folder, kind=None, **options):
+def trainer(model, folder, **options):
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,9 +29,7 @@ def trainer(model, folder, kind=None, **options):
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     data = Dataset.from_dict({"text": texts})
     config = SFTConfig(**settings)
-    return (kind or SFTTrainer)(
-        model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora, **options
-    )
+    return SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora, **options)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -45,16 +43,6 @@ def test_one_callback_is_all_that_it_takes(tmp_path, capsys):
     assert "rmm_linear: saved for backward: " in capsys.readouterr().out
     after = [p for p in run.model.parameters() if p.requires_grad]
     assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_subscript_does_the_same(tmp_path):
-    from trl import SFTTrainer
-
-    run = trainer(tiny_model("llama"), tmp_path, RMMTrainer[SFTTrainer], rmm=RMMConfig(min_rows=4))
-    assert type(run).__name__ == "RMMTrainer[SFTTrainer]"
-    run.train()
-    assert sum("lora_A" in name for name in run.rmm.report.converted) == 4
 
 
 @pytest.mark.filterwarnings("ignore")
