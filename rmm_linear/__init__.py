@@ -87,6 +87,8 @@ _MODULES = {
 }
 # Planning applies plans with conversions, and is below them.
 provide("convert", "rmm_linear.fitting.executor", "Conversion")
+# Transformers asks a configuration for the name of its method, and looks it up in a registry.
+provide("quantizer", "rmm_linear.integrations.quantizer", "RMMQuantizer")
 _FOLDERS = ("estimators", "integrations", "losses", "memory", "ops", "planning", "variance")
 
 

@@ -1,9 +1,10 @@
 """Convert a model while transformers loads it: ``from_pretrained(..., quantization_config=RMMConfig())``.
 
-transformers knows one registry of what changes a model when it is loaded, that of its quantizers; importing this module
-registers the method "rmm" there. No weight is quantized: the files, and a checkpoint saved later, have the original
-ones, and the settings travel in ``config.json``. Where this module is not imported, transformers warns that it does not
-know the method, and loads the model as it is.
+transformers knows one registry of what changes a model when it is loaded, that of its quantizers. This module enters
+the method "rmm" there, when it is imported or when transformers is given an RMMConfig. No weight is quantized: the
+files, and a checkpoint saved later, have the original ones, and the settings travel in ``config.json``. Import this
+module before such a folder is loaded: otherwise transformers warns that it does not know the method, and loads the model
+as it is.
 
 The model is converted once its weights are loaded, which suits training all of them. Adapters come later: call
 :func:`rmm_linear.convert` after ``get_peft_model`` instead, or use
@@ -27,7 +28,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.installing import not_installed
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import QUANT_METHOD, RMMConfig
 from rmm_linear.conversion.convert import convert
 
 try:
@@ -40,11 +41,10 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_METHOD = RMMConfig.quant_method
 _KEY = "quant_method"
 
 
-@register_quantization_config(_METHOD)
+@register_quantization_config(QUANT_METHOD)
 class SettingsReader(QuantizationConfigMixin):
     """Reads the settings of a ``config.json``; the registry takes a class of transformers alone."""
 
@@ -55,7 +55,7 @@ class SettingsReader(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
 
-@register_quantizer(_METHOD)
+@register_quantizer(QUANT_METHOD)
 class RMMQuantizer(HfQuantizer):
     """Converts a model that transformers has loaded, and takes off the marks of a quantized one: no weight is."""
 
@@ -69,7 +69,7 @@ class RMMQuantizer(HfQuantizer):
         config: Any = self.quantization_config
         convert(model, config)
         self.remove_quantization_config(model)  # with it, .half(), a Trainer and torch.compile refuse the model
-        model.config.quantization_config = {_KEY: _METHOD, **config.to_saved()}  # for save_pretrained
+        model.config.quantization_config = {_KEY: QUANT_METHOD, **config.to_saved()}  # for save_pretrained
         for module in model.modules():
             vars(getattr(module, "config", model.config)).pop("_is_quantized", None)
         return model
