@@ -3,8 +3,8 @@
 transformers knows one registry of what changes a model when it is loaded, that of its quantizers. This module enters
 the method "rmm" there, when it is imported or when transformers is given an RMMConfig. No weight is quantized: the
 files, and a checkpoint saved later, have the original ones, and the settings travel in ``config.json``. Import this
-module before such a folder is loaded: otherwise transformers warns that it does not know the method, and loads the model
-as it is.
+module before such a folder is loaded: otherwise transformers warns that it does not know the method, and loads the
+model as it is.
 
 The model is converted once its weights are loaded, which suits training all of them. Adapters come later: call
 :func:`rmm_linear.convert` after ``get_peft_model`` instead, or use
