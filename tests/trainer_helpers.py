@@ -31,7 +31,7 @@ class Recorder(TrainerCallback):
         self.logs.append({**logs, "step": state.global_step})
 
 
-def make_trainer(folder, *, config=CONFIG, wrap=None, **options):
+def make_trainer(folder, *, config=CONFIG, wrap=None, eval_dataset=None, **options):
     model = tiny_model("roberta") if wrap is None else wrap(tiny_model("roberta"))
     report = None if config is None else convert(model, config)
     settings = {
@@ -48,7 +48,9 @@ def make_trainer(folder, *, config=CONFIG, wrap=None, **options):
         **options,
     }
     recorder = Recorder()
-    trainer = Trainer(model, TrainingArguments(**settings), train_dataset=Sentences(), callbacks=[recorder])
+    arguments = TrainingArguments(**settings)
+    data = {"train_dataset": Sentences(), "eval_dataset": eval_dataset}
+    trainer = Trainer(model, arguments, **data, callbacks=[recorder])
     return trainer, report, recorder
 
 

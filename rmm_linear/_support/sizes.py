@@ -27,6 +27,26 @@ def read_bytes(name: str, value: object) -> int:
     return value
 
 
+def read_share(name: str, value: object) -> float | None:
+    """Read a share in (0, 1]: a float, or a text such as "60%"; None for anything else.
+
+    Example:
+        >>> read_share("memory", "60%"), read_share("memory", 0.6), read_share("memory", "60MB")
+        (0.6, 0.6, None)
+    """
+    share = value
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+\.?\d*|\.\d+)%", value.replace(" ", ""))):
+        share = float(match[1]) / 100
+    if not isinstance(share, float):
+        return None
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{name} as a share must be in (0, 1], or (0 %, 100 %], got {value!r}. Use an integer or a text such as "
+            '"2GB" for bytes.'
+        )
+    return share
+
+
 def show_bytes(count: int) -> str:
     """Write a number of bytes with a unit, to three digits.
 

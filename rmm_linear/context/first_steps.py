@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from rmm_linear._support.tables import pattern_of
+from rmm_linear.context.checkpointing import how_to_turn_off
 from rmm_linear.context.surroundings import in_backward
 
 logger = logging.getLogger(__name__)
@@ -163,32 +164,3 @@ def shown(names: Sequence[str]) -> str:
         groups.setdefault(pattern_of(name), []).append(name)
     patterns = [pattern if len(group) > 1 else group[0] for pattern, group in groups.items()]
     return ", ".join(patterns[:_SHOWN]) + (", …" if len(patterns) > _SHOWN else "")
-
-
-FLAGS = ("gradient_checkpointing", "activation_checkpointing")  # of transformers, by version
-_METHODS = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # the newer name first
-_WRAPPER = "CheckpointWrapper"
-
-
-def is_on(module: nn.Module) -> bool:
-    """Say whether one of transformers' flags is set on a module."""
-    return any(getattr(module, flag, False) is True for flag in FLAGS)
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is one that torch's checkpoint_wrapper has made."""
-    return any(kind.__name__ == _WRAPPER for kind in type(module).__mro__)
-
-
-def how_to_turn_off(model: nn.Module | None) -> str:
-    """Say how to turn checkpointing off: by the model's method for its flags, or in one's own code."""
-    modules = {} if model is None else dict(model.named_modules())
-    if any(map(is_on, modules.values())):
-        for name, module in modules.items():
-            for method in _METHODS:
-                if callable(getattr(module, method, None)):
-                    call = ".".join(part for part in ("model", name, method) if part)
-                    return f"{call}(), or gradient_checkpointing=False in TrainingArguments"
-    if any(map(is_wrapper, modules.values())):
-        return "leave out checkpoint_wrapper"
-    return "do not call torch.utils.checkpoint"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.context.first_steps import FLAGS, is_on, is_wrapper
+from rmm_linear.context.checkpointing import is_on, is_wrapper, uncheckpointed
 from rmm_linear.context.surroundings import checkpoint_inputs
 from rmm_linear.conversion.exact import exact_but, exact_where
 from rmm_linear.memory.inputs import saved_tensors
@@ -106,7 +106,7 @@ def block_memory(model: nn.Module, batch: Any) -> BlockMemory | None:
         return None
     name, block, args, kwargs = calls[0]
     call = _BoundCall(block, args, kwargs)
-    with without_checkpointing(model):
+    with uncheckpointed(model):
         with exact_but(model):
             before = saved_tensors(call, ())[0].total
         with exact_where(model, lambda one: one.rmm_config.checkpointed == "exact"):
@@ -123,25 +123,6 @@ class _BoundCall(nn.Module):
 
     def forward(self) -> Any:
         return self.module(*self.args, **self.kwargs)
-
-
-@contextmanager
-def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Run the blocks of :func:`checkpointed_blocks` without recomputing them, inside of the block."""
-    flags = [(module, flag) for module in model.modules() for flag in FLAGS if getattr(module, flag, False) is True]
-    wrappers: list[Any] = [module for module in model.modules() if is_wrapper(module)]
-    functions = [module.checkpoint_fn for module in wrappers]
-    try:
-        for module, flag in flags:
-            setattr(module, flag, False)
-        for module in wrappers:
-            module.checkpoint_fn = lambda function, *args, **kwargs: function(*args, **kwargs)
-        yield
-    finally:
-        for module, flag in flags:
-            setattr(module, flag, True)
-        for module, function in zip(wrappers, functions, strict=True):
-            module.checkpoint_fn = function
 
 
 def _is_layer(module: nn.Module) -> bool:

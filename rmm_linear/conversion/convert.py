@@ -41,6 +41,7 @@ from rmm_linear.conversion.packed import (
 from rmm_linear.conversion.remaining import uncompressed
 from rmm_linear.conversion.report import ConversionReport, ConvertedLayer, PackedEntry
 from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.memory.inputs import check_example
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +83,10 @@ def convert(
 
     Raises:
         ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
-            would save bytes on ``example``, ``filter`` accepts no module, or the model is converted already.
-        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, ``filter`` is not a function, or a
-            keyword is not a field of RMMConfig.
+            would save bytes on ``example``, it is on another device, ``filter`` accepts no module, or the model is
+            converted already.
+        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, ``filter`` is not a function, a keyword
+            is not a field of RMMConfig, or ``example`` is no batch, or none that the model can be called with.
 
     Example:
         >>> from torch import nn
@@ -97,6 +99,8 @@ def convert(
     config = _configuration(config, quality, overrides)
     _check_model(model)
     check_filter(filter)
+    if example is not None:
+        check_example(model, example)
     names = first_names(model)
     if any(isinstance(module, ConvertedModule) for module in names):
         raise ValueError(
@@ -175,7 +179,12 @@ def _choose(
         )
         for name, module in linears.items()
     }
-    if converted and not packed and all(layer.frozen for layer in converted.values()):
+    if (linears or packed) and not any(parameter.requires_grad for parameter in model.parameters()):
+        logger.warning(
+            "No parameter of the model requires a gradient, so a training step saves hardly anything, converted or not. "
+            "Unfreeze the model, or put adapters on it, before."
+        )
+    elif converted and not packed and all(layer.frozen for layer in converted.values()):
         logger.warning(
             "No weight of the %d layers to convert requires a gradient, so they save nothing with or without a sketch, "
             "until they are unfrozen. Convert a model that trains linear layers, as lora_A after get_peft_model.",

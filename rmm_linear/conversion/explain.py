@@ -11,6 +11,7 @@ from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.explained import explained
 from rmm_linear.conversion.explanation import Explanation
+from rmm_linear.memory.inputs import check_example
 
 
 def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **overrides: Any) -> Explanation:
@@ -29,6 +30,10 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
     Returns:
         The explanation. Print it.
 
+    Raises:
+        TypeError: If the batch is none that the model can be called with.
+        ValueError: If it is on another device; or as :func:`rmm_linear.convert`.
+
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -36,6 +41,7 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
         >>> found.layers["0"]
         LayerMemory(before=256000, after=25608, reason=None)
     """
+    check_example(model, batch)
     report = convert(model, config, **overrides)
     try:
         return explained(model, report, batch)

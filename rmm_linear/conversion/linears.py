@@ -25,6 +25,7 @@ from rmm_linear.memory.quantized import QUANTIZERS
 
 logger = logging.getLogger(__name__)
 
+_NARROW = 32  # times fewer features than the widest layer's input: that share of its bytes
 _QUANTIZED_WEIGHTS = (*QUANTIZERS, "torchao")  # layers of torchao's may train
 _QUANTIZED = "is quantized: convert the model before quantization, or after get_peft_model has put adapters on it"
 
@@ -43,6 +44,9 @@ def choose_linears(
             skipped[name] = reason
         else:
             chosen[name] = module
+    if config.target_modules == RMMConfig.target_modules:
+        skipped |= _narrow(chosen)
+        chosen = {name: module for name, module in chosen.items() if name not in skipped}
     return chosen, skipped
 
 
@@ -63,6 +67,17 @@ def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
                     entry,
                     nearest(entry, linears),
                 )
+
+
+def _narrow(chosen: dict[str, nn.Module]) -> dict[str, str]:
+    """Say which trained layers have inputs that are not worth a code, as ``lora_B`` has: its noise, for few bytes."""
+    features = {name: linear_features(module)[0] for name, module in chosen.items()}
+    widest = max(features.values(), default=0)
+    return {
+        name: f"its input has {count} features, others up to {widest}: a code would free little"
+        for name, count in features.items()
+        if count * _NARROW <= widest and chosen[name].weight.requires_grad
+    }
 
 
 def skip_where_nothing_is_saved(

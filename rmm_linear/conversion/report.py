@@ -214,10 +214,11 @@ class ConversionReport:
             One line of ``key=value`` pairs behind ``rmm_linear:``.
         """
         config = self.config
-        counts = Counter(e.operation for e in self.packed.values())
-        converted = len(self.converted) + counts.pop("linear", 0)
+        exact = {n for n in self.checkpointed if config.for_module(n).checkpointed == "exact"} - {*self.frozen}
+        counts = Counter(e.operation for e in self.packed.values() if e.name not in exact)
+        converted = len({*self.converted} - {*self.frozen} - exact) + counts.pop("linear", 0)
         packed = "".join(f" {name}={count}" for name, count in counts.items())
-        recomputed = f" checkpointed={len(self.checkpointed)}" if self.checkpointed else ""
+        recomputed = f" exact_recomputed={len(exact)}" if exact else ""
         return (
             f"rmm_linear: converted={converted}{packed}{recomputed} skipped={len(self.skipped)} "
             f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "

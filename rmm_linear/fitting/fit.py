@@ -11,17 +11,23 @@ from torch import nn
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.context.checkpointing import REPLACE, check_checkpointing, uncheckpointed
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.shards import Shards, fully_sharded
+from rmm_linear.memory.inputs import check_example
 from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
 
 logger = logging.getLogger(__name__)
 
 _OBJECTIVES = ("time", "noise")
+REPLACED = (
+    "Activation checkpointing was on, and is off as long as the plan is applied, which chooses what is recomputed. "
+    'revert() turns it on again; checkpointing="keep" leaves it on.'
+)
 
 
 def fit(
@@ -39,6 +45,7 @@ def fit(
     bandwidth: float | str | None = None,
     shards: Shards | None = None,
     accumulate: bool = False,
+    checkpointing: str = REPLACE,
 ) -> FitReport:
     """Make a model train within a memory budget: measure a step, choose for every block, apply it, check it, report.
 
@@ -76,6 +83,8 @@ def fit(
         shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
         accumulate: Whether the gradients of earlier batches are there when a step begins, as with gradient
             accumulation, or where ``zero_grad(set_to_none=False)`` leaves them.
+        checkpointing: "replace" turns the model's activation checkpointing off, as the plan chooses what is recomputed;
+            ``revert`` turns it on again. "keep" plans for the model with it.
 
     Returns:
         The report. Print it.
@@ -93,12 +102,12 @@ def fit(
         >>> report.fits, report.peak <= 0.7 * report.exact_peak
         (True, True)
     """
-    check_arguments(model, memory, allow, time, objective, max_noise)
-    with quiet():
+    check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example)
+    with uncheckpointed(model, checkpointing) as off, quiet():
         work = Fitting(
             model, example, None if memory == LEAST else memory,
             optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
-            bandwidth=bandwidth, shards=shards, accumulate=accumulate,
+            bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing,
         )  # fmt: skip
         is_first = work.total is not None and time is None and KEEP in allow
         report = work.kept() if is_first and work.is_within(work.exact_peak) else None
@@ -109,6 +118,9 @@ def fit(
                 report = work.within_time(time)
             else:
                 report = work.least() if work.total is None else work.solved()
+        if off.is_attached:
+            report.notes.append(REPLACED)
+            report.plan.undo_later(off.released())
     logger.info(report.summary())
     return report
 
@@ -120,9 +132,14 @@ def check_arguments(
     time: float | None = None,
     objective: str = "time",
     max_noise: float = 1.0,
+    checkpointing: str = REPLACE,
+    example: Any = None,
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
     check_model(model)
+    if example is not None:
+        check_example(model, example)
+    check_checkpointing(checkpointing)
     if memory is None and time is None:
         raise TypeError('fit needs memory="8GB", or time=1.2 for the least memory in that time, and got neither.')
     if converted_modules(model) or any("rmm_plan" in vars(module) for module in model.modules()):

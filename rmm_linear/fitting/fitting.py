@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.sizes import read_bytes, show_bytes
+from rmm_linear.context.checkpointing import REPLACE, is_checkpointed
 from rmm_linear.fitting.link import BANDWIDTH, measured_bandwidth, memory_of_host, read_bandwidth
 from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport
@@ -21,11 +22,15 @@ from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
-from rmm_linear.planning.budget import read_budget
+from rmm_linear.planning.budget import read_budget, shown_budget
 from rmm_linear.planning.step.step import as_in_training, copied, has_memory, run_step
 from rmm_linear.planning.step.watch import Held, watch
 
 _TRIES = 4
+_CHECKPOINTED = (
+    "Activation checkpointing is on: what it recomputes is not the plan's to choose. "
+    'checkpointing="replace" turns it off. '
+)
 _SLOW = 0.01  # of a step: copies that add more are said to bind
 _LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
 
@@ -47,11 +52,13 @@ class Fitting:
         bandwidth: float | str | None = None,
         shards: Shards | None = None,
         accumulate: bool = False,
+        checkpointing: str = REPLACE,
     ) -> None:
         """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`."""
         allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
         self.accumulate, self.is_real = accumulate, shards is None and has_memory(model)
+        self.is_checkpointed = is_checkpointed(model)  # as it was asked for, or it is off by now
         self.over: list[int] = []  # measured peaks of plans that were simulated to fit
         self.static = static_memory(model, optimizer, shards)
         if isinstance(model, nn.parallel.DistributedDataParallel):  # simulated steps must not reduce gradients
@@ -61,6 +68,7 @@ class Fitting:
         self.costs = measure(model, example, held=held)
         self.exact_peak = max(self.before + self.costs.peak.bytes, self.static.in_optimizer_step)
         self.total = None if memory is None else read_budget(memory, self.exact_peak)
+        self.asked = "" if memory is None else shown_budget(memory, self.exact_peak)
         names = [block.name for block in self.costs.blocks]
         conversions = Conversions(model, names)
         budget = 0 if self.total is None else self.total - self.before
@@ -75,6 +83,7 @@ class Fitting:
         self.proposals = Proposals(
             model, example, self.costs, budget,
             cost=self.cost, solver="auto", configure=conversions.configure, folder=folder, held=held,
+            checkpointing=checkpointing,
             host=None if self.host_memory is None else self.host_memory - self.static.host,
         )  # fmt: skip
         self.candidates = Candidates(self.proposals, conversions, allow, speed)
@@ -107,7 +116,7 @@ class Fitting:
         if self.total is not None and floor >= self.total:
             parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.static.to_dict().items() if size)
             raise ValueError(
-                f"memory={self.total} cannot be met: {show_bytes(floor)} are needed before anything is saved for a "
+                f"memory={self.asked} cannot be met: {show_bytes(floor)} are needed before anything is saved for a "
                 f"backward pass ({parts}). These would help: a smaller dtype, an optimizer with less state, adapters "
                 "(LoRA) instead of all weights, or shards over several devices."
             )
@@ -202,7 +211,8 @@ class Fitting:
         if report is None:
             lowest = max(self.before + plan.predicted, *self.over, 0)
             raise ValueError(
-                f"memory={self.total} cannot be met in time={time:g}: the least is {show_bytes(lowest)}. "
+                f"memory={self.asked} cannot be met in time={time:g}: the least is {show_bytes(lowest)}. "
+                f"{_CHECKPOINTED if self.is_checkpointed else ''}"
                 "Use more time, more memory, or leave time out."
             )
         return report
@@ -261,8 +271,9 @@ class Fitting:
         witnesses = [*self.over, *([simulated] if simulated > (self.total or 0) else [])]
         lowest = min(witnesses or [simulated])
         return (
-            f"memory={self.total} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
-            f"{best.moment} needs. These would help: {', '.join(helps)}."
+            f"memory={self.asked} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
+            f"{best.moment} needs. {_CHECKPOINTED if self.is_checkpointed else ''}"
+            f"These would help: {', '.join(helps)}."
             f"{''.join(f' Note: {note}' for note in self.candidates.notes)}"
         )
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.quiet import quiet
-from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.sizes import show_both, show_bytes
 from rmm_linear._support.tables import table
+from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
@@ -51,7 +52,7 @@ class LargestBatch:
         ]
         lines = [
             f"rmm_linear max_batch: batch={self.batch} exact={self.exact} checkpointed={self.checkpointed} "
-            f"peak={show_bytes(self.peak)} budget={show_bytes(self.memory)}",
+            f"peak={show_bytes(self.peak)} budget={show_both(self.memory)}",
             table(("largest batch", "sequences"), rows),
             *(f"Note: {note}" for note in self.notes),
         ]
@@ -70,6 +71,7 @@ def max_batch(
     host_memory: int | str | None = None,
     bandwidth: float | str | None = None,
     shards: Shards | None = None,
+    checkpointing: str = REPLACE,
 ) -> LargestBatch:
     """Find the largest batch that fits into memory with a plan, and compare it with what fits without one.
 
@@ -88,6 +90,7 @@ def max_batch(
         host_memory: As for :func:`rmm_linear.fit`.
         bandwidth: As for :func:`rmm_linear.fit`.
         shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
+        checkpointing: As for :func:`rmm_linear.fit`.
 
     Returns:
         The sizes, and the plan.
@@ -104,13 +107,13 @@ def max_batch(
         True
     """
     check_size(memory)
-    check_arguments(model, memory, allow, max_noise=max_noise)
-    with quiet():
+    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
+    with uncheckpointed(model, checkpointing), quiet():
         count = max(sequences_of(example), 2)
         sizes = Sizes(partial(resized, example), count // 2, count)
         work = Fitting(
             model, sizes.batch(count), memory, optimizer=optimizer, allow=allow, folder=folder,
-            host_memory=host_memory, bandwidth=bandwidth, shards=shards,
+            host_memory=host_memory, bandwidth=bandwidth, shards=shards, checkpointing=checkpointing,
         )  # fmt: skip
         # The batch may be two copies of a sequence, whose gradients are alike: noise is that of the example.
         found = SizeSearch(work, sizes).find(max_noise, example)

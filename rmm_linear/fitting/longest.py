@@ -13,6 +13,7 @@ from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import read_bytes, show_both, show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
+from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
@@ -111,6 +112,7 @@ def max_length(
     host_memory: int | str | None = None,
     bandwidth: float | str | None = None,
     shards: Shards | None = None,
+    checkpointing: str = REPLACE,
     multiple: int = 64,
 ) -> LongestSequence:
     """Find the longest sequence that fits into memory with a plan, and compare it with what fits without one.
@@ -134,6 +136,7 @@ def max_length(
         host_memory: As for :func:`rmm_linear.fit`.
         bandwidth: As for :func:`rmm_linear.fit`.
         shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
+        checkpointing: As for :func:`rmm_linear.fit`.
         multiple: Lengths are multiples of it.
 
     Returns:
@@ -152,14 +155,14 @@ def max_length(
         True
     """
     check_size(memory)
-    check_arguments(model, memory, allow, max_noise=max_noise)
+    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
     check_integer("batch_size", batch_size)
     check_integer("multiple", multiple)
     positions = usable_positions(model)
     most = MOST if positions is None else positions // multiple
     if most < 2:
         raise ValueError(f"multiple must be at most half of the model's {positions} positions, got {multiple}.")
-    with quiet():
+    with uncheckpointed(model, checkpointing), quiet():
         batch, tokens = resized(example, batch_size), length_of(example)
         if not has_memory(model):
             first = min(_FIRST, most * multiple)
@@ -169,7 +172,7 @@ def max_length(
         sizes = Sizes(lambda count: lengthened(batch, count * multiple), large // 2, large, most, _TOLERANCE)
         work = Fitting(
             model, sizes.batch(large), memory, optimizer=optimizer, allow=allow, folder=folder,
-            host_memory=host_memory, bandwidth=bandwidth, shards=shards,
+            host_memory=host_memory, bandwidth=bandwidth, shards=shards, checkpointing=checkpointing,
         )  # fmt: skip
         search = SizeSearch(work, sizes)
         found = search.find(max_noise, example)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from rmm_linear.conversion.exact import set_aside
-from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.memory.inputs import LossOfBatch, call_with, restored, sequences_in
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.measure import BlockCost
 from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
@@ -128,7 +128,8 @@ class _WithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.of = model, example.of if isinstance(example, LossOfBatch) else None
+        example = example.batch if isinstance(example, LossOfBatch) else example
         self.named = isinstance(example, Mapping)
         self.leaves, self.form = (dict(example), None) if self.named else tree_flatten(example)
 
@@ -142,7 +143,8 @@ class _WithLoss(nn.Module):
         """Run the model on copies, as it may change what it is given."""
         tensors = copied(given)
         if isinstance(self.leaves, dict):
-            return self.model(**{key: tensors.get(key, leaf) for key, leaf in self.leaves.items()})
+            named = {key: tensors.get(key, leaf) for key, leaf in self.leaves.items()}
+            return self.model(**named) if self.of is None else self.of(named)
         leaves = [tensors.get(str(place), leaf) for place, leaf in enumerate(self.leaves)]
         assert self.form is not None  # noqa: S101
         return call_with(self.model, tree_unflatten(leaves, self.form))
@@ -153,7 +155,11 @@ class _WithLoss(nn.Module):
 
 def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str, Any]]:
     """Return a model that returns a loss, and its keyword arguments."""
-    if callable(example):
+    if isinstance(example, LossOfBatch):
+        labels = example.batch.get("labels")
+        if not isinstance(labels, Tensor) or sequences_in(dict(example.batch)) != len(labels):
+            raise ValueError("the Trainer's loss is that of a whole batch, of which no sequence can be taken")
+    elif callable(example):
         raise ValueError("a function as the example is one batch, of which no sequence can be taken")
     wrapped = _WithLoss(model, example)
     batch = wrapped.batch

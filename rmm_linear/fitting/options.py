@@ -281,8 +281,8 @@ class Candidates:
         for setting, names in dropped.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.notes.append(
-                f'"{label_of(f"{CONVERT} {setting}")}" is left out where the variance ratio of one layer exceeds '
-                f"max_noise={max_noise:g}: {names[0]}{more}."
+                f'"{label_of(f"{CONVERT} {setting}")}" is left out where the ratio of one layer, not of the whole '
+                f"gradient, exceeds max_noise={max_noise:g}: {names[0]}{more}."
             )
 
     def _add_nominal_noise(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.files import write_text
-from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.sizes import show_both, show_bytes
 from rmm_linear._support.tables import pattern_of, table
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.memory.peak import Peak
@@ -83,7 +83,7 @@ class FitReport:
 
     def summary(self) -> str:
         """Return the report in one line."""
-        budget = "" if self.memory is None else f" budget={show_bytes(self.memory)}"
+        budget = "" if self.memory is None else f" budget={show_both(self.memory)}"
         cost = f" host={show_bytes(self.host)}" if self.host else ""
         cost += "" if self.time is None else f" time={self.time:.3f}"
         cost += "" if self.noise is None else f" variance_ratio={self.noise:.3g}"
@@ -107,7 +107,10 @@ class FitReport:
         if self.binds:
             parts.append(f"What binds is {self.binds}.")
         if self.noise:
-            parts.append("Variance ratio: variance added to the whole gradient / its minibatch variance.")
+            parts.append(
+                "Variance ratio: variance added to the whole gradient / its minibatch variance; max_noise limits that "
+                "of single layers."
+            )
         parts += [f"Note: {note}" for note in self.notes]
         return "\n\n".join(parts)
 

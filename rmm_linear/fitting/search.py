@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.sizes import read_share, show_bytes
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.measure import measure
@@ -35,7 +35,7 @@ Line = Callable[[int], int]
 
 def check_size(memory: object) -> None:
     """Raise unless a budget may be in bytes."""
-    if memory is None or isinstance(memory, float) or memory == LEAST:
+    if memory is None or memory == LEAST or read_share("memory", memory) is not None:
         raise TypeError(
             f'memory must be bytes or a text such as "8GB", got {memory!r}. A share has no meaning here, nor "least".'
         )

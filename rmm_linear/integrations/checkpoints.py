@@ -16,11 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.conversion.state import read_sketch_state, save_sketch_state
 from rmm_linear.conversion.state_files import remove_with_tensors
+from rmm_linear.integrations.pretrained import STATE_FILE
 from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, restore_plan
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "sketch_state.json"
 _EARLY = re.compile(r"(?:sketch_state|rmm_plan)-(\d+)\.json")
 
 

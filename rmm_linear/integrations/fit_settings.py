@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rmm_linear._support.sizes import read_bytes
 from rmm_linear._support.validation import check_integer, did_you_mean
-from rmm_linear.planning.budget import LEAST
+from rmm_linear.planning.budget import read_budget
 
 SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth", "length")
 
@@ -34,10 +33,8 @@ def read_fit(fit: object) -> dict[str, Any]:
     memory = settings.get("memory")
     if memory is None and settings.get("time") is None:
         raise ValueError(f'fit must have "memory" or "time", got {fit!r}. Use fit="8GB".')
-    if isinstance(memory, float) and not 0 < memory <= 1:
-        raise ValueError(f'memory as a share must be in (0, 1], got {memory}. Use a text such as "8GB" for bytes.')
-    if memory is not None and memory != LEAST and not isinstance(memory, float):
-        read_bytes("memory", memory)
+    if memory is not None:
+        read_budget(memory, 10**9)
     check_integer("length", settings.get("length"), optional=True)
     return settings
 
@@ -54,8 +51,8 @@ def share_or_size(text: str) -> float | str:
     """Read a budget from a command line: a number of at most 1 is a share, anything else stays as it is.
 
     Example:
-        >>> share_or_size("0.5"), share_or_size("8GB"), share_or_size("8000000")
-        (0.5, '8GB', '8000000')
+        >>> share_or_size("0.5"), share_or_size("50%"), share_or_size("8GB"), share_or_size("8000000")
+        (0.5, '50%', '8GB', '8000000')
     """
     try:
         share = float(text)

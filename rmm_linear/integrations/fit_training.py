@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rmm_linear._support.sizes import read_bytes, show_bytes
+from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
+from rmm_linear.context.checkpointing import REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.fitting import peak_in_training
 from rmm_linear.fitting.report import FitReport
@@ -26,8 +32,16 @@ from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.integrations.fit_processes import from_first, largest_of_all, shared_batch
 from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
-from rmm_linear.integrations.trainers import arguments_of_step, around_next_step, calling_trainer, loss_call
-from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.integrations.trainers import (
+    BY_PLAN,
+    arguments_of_step,
+    around_next_step,
+    calling_trainer,
+    loss_call,
+    prepared_inputs,
+    turn_off_checkpointing,
+)
+from rmm_linear.memory.inputs import LossOfBatch, restored, rows_in
 from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.budget import LEAST
@@ -35,6 +49,8 @@ from rmm_linear.planning.step.step import loss_of
 
 logger = logging.getLogger(__name__)
 
+_EPS = torch.finfo(torch.float32).eps
+_FAILED = "planning failed"
 ENTRY = "rmm_fit"  # of the Trainer's log history, and so of checkpoints
 
 
@@ -56,8 +72,10 @@ class FitCallback(TrainerCallback):
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
 
+    Activation checkpointing that the Trainer turned on is off until the training ends, unless it is to be kept.
+
     fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
-    which the model is planned.
+    which the model is planned. checkpointing: "replace" or "keep".
 
     Attributes:
         fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
@@ -67,10 +85,13 @@ class FitCallback(TrainerCallback):
         self,
         fit: str | int | float | Mapping[str, Any],
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        checkpointing: str = REPLACE,
     ) -> None:
         """Store the settings, and check them."""
-        self.settings = read_fit(fit)
+        check_checkpointing(checkpointing)
+        self.settings, self.checkpointing = read_fit(fit), checkpointing
         self.around = around
+        self._off: Uncheckpointed | None = None
         self.fit_report: FitReport | None = None
         self._trainer: Any = None
         self._plan: BlockPlan | None = None
@@ -86,7 +107,16 @@ class FitCallback(TrainerCallback):
     ) -> None:
         """Look for a plan that the model has already."""
         if model is not None:
+            if self.checkpointing == REPLACE:
+                self._off = turn_off_checkpointing(model, args, BY_PLAN)
             self.begin(calling_trainer(self), model)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Turn checkpointing on again, if it was."""
+        if self._off is not None:
+            self._off.detach()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -127,15 +157,16 @@ class FitCallback(TrainerCallback):
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Plan if the batch of a step is larger than those before it, then run the step."""
-        trainer, inputs = self._trainer, arguments_of_step(args, kwargs)["inputs"]
+        trainer = self._trainer
+        inputs = prepared_inputs(trainer, arguments_of_step(args, kwargs)["inputs"])
         size, source = largest_of_all(_elements(trainer.model, inputs), trainer.args.device)
         if size > self._largest:
-            inputs, before = trainer._prepare_inputs(shared_batch(inputs, source, trainer.args.device)), self._largest
+            before = self._largest
+            inputs = trainer._prepare_input(shared_batch(inputs, source, trainer.args.device))
             if not before:
                 inputs = self._at_length(inputs)
             self._largest = size = _elements(trainer.model, inputs)
             with self.around():
-                trainer.model.train()  # as the step does; an evaluation may have been before it
                 self._replan(inputs, int(before), size)
         return step(*args, **kwargs)
 
@@ -191,20 +222,21 @@ class FitCallback(TrainerCallback):
         failed: Exception | None = None
         if trainer.is_world_process_zero():
             try:
-                accumulate = trainer.args.gradient_accumulation_steps > 1
-                settings = self._settings()
-                report = fit(model, example, optimizer=trainer.optimizer, accumulate=accumulate, **settings)
+                report = self._fitted(model, example)
                 found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
             except Exception as error:  # other processes wait for an answer, whatever it is
                 failed = error
-                found = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+                fits_not = isinstance(error, ValueError)
+                found = {"why": "no plan fits it" if fits_not else _FAILED, "error": str(error)}
+                found["error"] = found["error"] if fits_not else f"{type(error).__name__}: {error}"
         found = from_first(found, trainer.args.device)
         if "error" in found:
             if old is None:
-                raise ValueError(found["error"]) from failed
+                said = found["error"] if found["why"] != _FAILED else f"The model cannot be planned: {found['error']}"
+                raise ValueError(said) from failed
             old.apply()
-            self._warn("A batch of %d elements came after a plan for %d, and no plan fits it, so the plan stays: %s",
-                       size, before, found["error"])  # fmt: skip
+            self._warn("A batch of %d elements came after a plan for %d, and %s, so the plan stays: %s",
+                       size, before, found["why"], found["error"])  # fmt: skip
             return
         if report is None:
             plan = BlockPlan.from_dict({key: value for key, value in found["plan"].items() if key != "format"})
@@ -222,6 +254,23 @@ class FitCallback(TrainerCallback):
             if buckets := self._buckets():
                 print(f"In addition, {show_bytes(buckets)} are for the buckets of DistributedDataParallel.")
 
+    def _fitted(self, model: nn.Module, example: Any) -> FitReport:
+        """Plan for the Trainer's loss; for the model's own, with a note, where the Trainer's cannot be simulated."""
+        accumulate = self._trainer.args.gradient_accumulation_steps > 1
+        options = {"optimizer": self._trainer.optimizer, "accumulate": accumulate, **self._settings()}
+        options["checkpointing"] = self.checkpointing
+        try:
+            return fit(model, example, **options)
+        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+            if not isinstance(example, LossOfBatch):
+                raise
+            report = fit(model, example.batch, **options)
+            report.notes.append(
+                f"The Trainer's loss cannot be simulated, as {error} depends on values, so the plan is for the model's "
+                "own loss of the same batch: the step may take another amount of memory."
+            )
+            return report
+
     def _warn(self, message: str, *values: object) -> None:
         if self._trainer.is_world_process_zero():
             logger.warning(message, *values)
@@ -230,7 +279,7 @@ class FitCallback(TrainerCallback):
         """Return the arguments of the fit, with the budget of a step."""
         settings = {name: value for name, value in self.settings.items() if name != "length"}
         memory, buckets = settings.get("memory"), self._buckets()
-        if memory in (None, LEAST) or isinstance(memory, float) or not buckets:
+        if memory in (None, LEAST) or read_share("memory", memory) is not None or not buckets:
             return settings
         left = read_bytes("memory", memory) - buckets
         if left < 1:
@@ -257,21 +306,41 @@ class FitCallback(TrainerCallback):
 
 
 def _elements(model: Any, inputs: Any) -> int:
-    """Return the elements of the main input of a batch."""
+    """Return the elements of the main input of a batch, or of all its tensors."""
     main = inputs.get(getattr(model, "main_input_name", "input_ids")) if hasattr(inputs, "get") else None
-    if not isinstance(main, Tensor):
-        main = next((leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor)), None)
-    return 1 if main is None else main.numel()
+    leaves = [main] if isinstance(main, Tensor) else tree_leaves(dict(inputs))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) or 1
 
 
 def _example(trainer: Any, model: nn.Module, inputs: Any) -> Any:
-    """Return the batch if the model's own loss is trained, as variances are measured by its sequences."""
-    loss = loss_call(trainer, model, inputs)
-    with restored(model), torch.no_grad():
-        trained = loss()
-    with restored(model), torch.no_grad():
-        try:
-            own = loss_of(call_with(model, dict(inputs)))
-        except (TypeError, ValueError):
-            return loss
-    return dict(inputs) if torch.equal(own, trained) else loss
+    """Return how the Trainer calls the model, if it takes the loss that the model returns, else the Trainer's loss.
+
+    The two losses are alike but for rounding where a Trainer scales, or adds up once more: see :func:`is_same_loss`.
+    """
+    loss, calls = loss_call(trainer, model, inputs), list[tuple[Any, Any, Any]]()
+    handle = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    try:
+        with restored(model), torch.no_grad():
+            trained = loss()
+    finally:
+        handle.remove()
+    if len(calls) != 1 or calls[0][0]:
+        return loss
+    ((_, named, output),) = calls
+    try:
+        own = loss_of(output)
+    except ValueError:  # it returns none
+        return loss
+    return named if is_same_loss(own, trained, rows_in(named)) else loss
+
+
+def is_same_loss(own: Tensor, trained: Tensor, terms: int) -> bool:
+    """Say whether two values are one mean of so many terms, but for the order in which they are added.
+
+    Each of the additions is off by half an eps of a partial sum at most, which is no larger than the sum of sizes, with
+    signs at random: √n · eps for the difference, four of which no order reaches. Values in half types are rounded once
+    more at the end. (A loss with other terms, such as smoothed labels, differs by more.)
+    """
+    coarse = max(torch.finfo(one.dtype).eps for one in (own, trained))
+    bound = 4 * max(terms, 1) ** 0.5 * _EPS + (coarse if coarse > _EPS else 0)
+    return bool((own.double() - trained.double()).abs() <= bound * own.double().abs())

@@ -28,6 +28,7 @@ from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.linear import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
+STATE_FILE = "sketch_state.json"  # of SketchStateCallback
 
 
 def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -126,6 +127,14 @@ def convert_as_saved(
     model, path = unwrapped(model), Path(folder) / CONFIG_FILE
     if (path.parent / PLAN_FILE).is_file():
         return _planned_as_saved(model, path, offload_folder)
+    if not path.is_file():
+        hint = (
+            f"It has the state of sketches alone ({STATE_FILE}), as checkpoints of a Trainer do: convert the model as "
+            "for that training, and resume it with the same callback, which restores the state."
+            if (path.parent / STATE_FILE).is_file()
+            else "save_conversion(model, folder) writes it."
+        )
+        raise FileNotFoundError(f"{path.parent} must have a conversion, {CONFIG_FILE} or {PLAN_FILE}. {hint}")
     config = RMMConfig.load(path)
     state = json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
     try:

@@ -6,7 +6,6 @@ Needs transformers; nothing else in the library imports this module.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ import torch
 
 import rmm_linear
 from rmm_linear._support.installing import not_installed
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.context.checkpointing import KEEP, REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.fitting.report import FitReport
@@ -32,11 +32,15 @@ from rmm_linear.integrations.explaining import is_converted, late_linears, saved
 from rmm_linear.integrations.fit_training import FitCallback
 from rmm_linear.integrations.probing import ProbeCallback
 from rmm_linear.integrations.trainers import (
+    BY_CONVERSION,
+    BY_PLAN,
     arguments_of_step,
     around_next_step,
     calling_trainer,
     is_trainer,
     loss_call,
+    prepared_inputs,
+    turn_off_checkpointing,
 )
 
 __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
@@ -44,6 +48,9 @@ __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
 logger = logging.getLogger(__name__)
 
 _PREFIX = "rmm/"
+# The step whose noise is measured in any case, after adapters that begin with zeros have gradients, and of how many
+# layers, as on most GPUs that takes as long as some steps.
+_FIRST, _LAYERS = 3, 16
 
 
 class RMMCallback(SketchStateCallback, ProbeCallback):
@@ -63,8 +70,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     The conversion report is printed when training begins, and in the first step what the whole model saves for the
     backward pass, exactly and converted, which ``report.memory`` has from then on; that calls ``compute_loss`` three
-    times more. A warning is logged once if the median ratio exceeds a limit. A callback cannot add to what the Trainer
-    sends to its other callbacks, so this one calls ``trainer.log`` itself.
+    times more, and leaves no trace in what the Trainer counts. With ``convert``, the ratio of some layers is measured
+    in the third step too, and its median printed. A warning is logged once if the median ratio exceeds a limit. A
+    callback cannot add to what the Trainer sends to its other callbacks, so this one calls ``trainer.log`` itself.
 
     With ``fit``, :func:`rmm_linear.fit` chooses for every block what it saves, so that training fits a budget. It
     plans in the first step, with its batch and the Trainer's optimizer, prints its report, and plans again before a
@@ -87,6 +95,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         config: As for GradientProbe.
         whole_every: Measure the whole gradient on every n-th probed step; None never does.
         draws: As for GradientProbe.
+        checkpointing: "replace" turns activation checkpointing, which TRL's trainers turn on by default, off for the
+            time of the training where ``convert`` or ``fit`` is given; with ``RMMConfig(checkpointed="packed")`` it
+            stays. "keep" leaves it on: what it recomputes stays exact, and is not the plan's to choose.
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
@@ -114,6 +125,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         config: RMMConfig | None = None,
         whole_every: int | None = None,
         draws: int = 2,
+        checkpointing: str = REPLACE,
     ) -> None:
         """Store the Trainer and the options, and check them."""
         SketchStateCallback.__init__(self)
@@ -144,10 +156,15 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.trainer: Any = trainer
         self.report, self.limit = report, limit
         self.convert, self.per_layer = convert, per_layer
-        self._fitting = None if fit is None else FitCallback(fit, self._unprobed)
+        check_checkpointing(checkpointing)
+        is_kept = convert is not None and convert.checkpointed == "packed"
+        self.checkpointing = KEEP if is_kept else checkpointing
+        self._off: Uncheckpointed | None = None
+        self._fitting = None if fit is None else FitCallback(fit, self._unprobed, checkpointing)
         self.offload_folder = None if self._fitting is None else self._fitting.settings.get("folder")
         self._memory: dict[str, float] = {}
         self._measured = self._warned = self._explains = self._prints = False
+        self._asked = 0
 
     @property
     def fit_report(self) -> FitReport | None:
@@ -164,6 +181,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     ) -> None:
         """Convert if asked, print the report, attach the probe and restore the state of a resumed run."""
         self.trainer = calling_trainer(self) if self._given is None else self._given
+        is_owner = self.convert is not None or self._fitting is not None
+        if model is not None and is_owner and self.checkpointing == REPLACE:
+            self._off = turn_off_checkpointing(model, args, BY_CONVERSION if self._fitting is None else BY_PLAN)
         if self.convert is not None and model is not None:
             self._convert(model)
         elif model is not None and self._fitting is None and self.config is None and not is_converted(model):
@@ -181,23 +201,29 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         steps = {row.step for row in self.results.rows}
         self._warned = any(self.results.medians(step).get("noise", 0.0) > self.limit for step in steps)
         self._prints = state.is_world_process_zero
+        self._asked = min(_FIRST, state.max_steps) if self.convert is not None else 0
         self._explains = self.report is not None and self.report.memory is None and not state.global_step
         if self.report is not None and self._prints:
             # Printed, not logged, as by the Trainer's own callbacks.
-            print(self.report.modules() if self._explains else self.report)
+            print(self.report.modules() if self.report.memory is None else self.report)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Arm the probe, or measure memory, if this step is due for it; explain the first one."""
-        arm = functools.partial(super().on_step_begin, args, state, control, **kwargs)
+        step = state.global_step + 1
+
+        def arm() -> None:
+            if self._probe is not None and step == self._asked:
+                self._probe.arm(step, whole=False, at_most=_LAYERS)
+            super(RMMCallback, self).on_step_begin(args, state, control, **kwargs)
+
         around: list[Callable[..., Any]] = [] if self._fitting is None else [self._fitting.run]
         if self._probe is not None and self._explains:
             self._explains = False
             around.append(self._explaining(self._probe.model, arm))
         else:
             arm()
-        step = state.global_step + 1
         is_due = (step + 1) % self.every == 0 or (step % self.every == 0 and not self._measured)
         if self._probe is not None and is_due and (args.device.type == "cuda" or not self._measured):
             self._measured = True
@@ -230,13 +256,27 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         should_log = control.should_log
         self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
+        if state.global_step == self._asked and self._prints and "noise" in medians:
+            print(
+                f"rmm_linear: variance ratio of linear layers, compression to minibatch: {medians['noise']:.2g} "
+                f"(median of {len(rows)} layers in step {state.global_step}; above 1 it costs accuracy)"
+            )
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True
             logger.warning(
                 "Step %d: the variance ratio, sketch to minibatch, is %.3g (median over the layers), more than the "
-                "limit of %g. Store more: a larger ratio or memory, or fewer bits at the same memory.",
-                state.global_step, medians["noise"], self.limit,
+                "limit of %g. Store more, as RMMConfig.preset(\"careful\") does (an eighth of the default's), or leave "
+                "linear layers exact: RMMConfig(operations=%s).",
+                state.global_step, medians["noise"], self.limit, [one for one in OPERATIONS if one != "linear"],
             )  # fmt: skip
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detach the probe, and turn checkpointing on again, if it was."""
+        super().on_train_end(args, state, control, **kwargs)
+        if self._off is not None:
+            self._off.detach()
 
     @contextmanager
     def _unprobed(self) -> Iterator[None]:
@@ -273,7 +313,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
         def explaining(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             given = arguments_of_step(args, kwargs)
-            inputs = trainer._prepare_inputs(given["inputs"])
+            inputs = prepared_inputs(trainer, given["inputs"])
             loss = loss_call(trainer, model, inputs, given.get("num_items_in_batch"))
             found = saved_by_model(model, report, loss)  # all processes run the model alike
             if not isinstance(found, str):

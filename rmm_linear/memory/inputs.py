@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections import Counter
@@ -135,6 +136,47 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
     return found
 
 
+@dataclass(frozen=True)
+class LossOfBatch:
+    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does."""
+
+    batch: Mapping[str, Any]
+    of: Callable[[Mapping[str, Any]], Any]
+
+    def __call__(self) -> Any:
+        """Compute the loss of the batch itself."""
+        return self.of(self.batch)
+
+
+def check_example(model: nn.Module, example: Any) -> None:
+    """Raise unless an example is a batch that a model can be called with, as far as its signature and device show."""
+    if isinstance(example, str) or not (isinstance(example, Mapping | list | tuple | Tensor) or callable(example)):
+        is_loader = hasattr(example, "__iter__") and not isinstance(example, str)
+        hint = " Take one of its batches: next(iter(loader))." if is_loader else ""
+        raise TypeError(
+            "example must be a training batch: a mapping of keyword arguments, a sequence of arguments, or a tensor, "
+            f"got {type(example).__name__}.{hint}"
+        )
+    if callable(example):
+        return
+    given = dict(example) if isinstance(example, Mapping) else {}
+    placed = () if isinstance(example, Mapping) else example if isinstance(example, list | tuple) else (example,)
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*placed, **given)
+    except TypeError as error:
+        raise TypeError(
+            f"example must have the arguments of {type(model).__name__}, and does not: {error}. They are "
+            f"{', '.join(signature.parameters)}."
+        ) from error
+    device = next((p.device.type for p in model.parameters()), None)
+    for leaf in tree_leaves((placed, given)):
+        if isinstance(leaf, Tensor) and device not in (None, "meta", leaf.device.type) and not leaf.is_meta:
+            raise ValueError(
+                f"example must be on the model's device, {device}, got a tensor on {leaf.device}. Move it there."
+            )
+
+
 def call_with(model: nn.Module, batch: Any) -> Any:
     """Run a model on a batch, as :func:`saved_tensors` takes it."""
     if callable(batch):
@@ -153,6 +195,7 @@ def sequences_in(batch: Any) -> int:
 
 def rows_in(batch: Any) -> int:
     """Return the rows that the layers of a model get of a batch: its tokens, or the rows of its largest tensor."""
+    batch = batch.batch if isinstance(batch, LossOfBatch) else batch
     tensors = [] if callable(batch) else [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     tokens = [leaf.numel() for leaf in tensors if leaf.dim() > 1 and not leaf.is_floating_point()]
     others = [leaf.numel() // leaf.shape[-1] for leaf in tensors if leaf.dim() > 1 and leaf.numel()]

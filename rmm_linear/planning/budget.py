@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from rmm_linear._support.sizes import read_bytes
+from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
 
 LEAST = "least"  # as a budget: as little as a plan can need
 
@@ -16,18 +16,24 @@ def check_model(model: object) -> None:
 
 
 def read_budget(memory: object, plain: int) -> int:
-    """Read a number of bytes, a text such as "2GB", a share in (0, 1] of ``plain``, or "least", which is 0 here.
+    """Read bytes, a text such as "2GB", a share of ``plain`` such as 0.6 or "60%", or "least", which is 0 here.
 
     Example:
-        >>> read_budget("2KiB", 100), read_budget(0.5, 100), read_budget(1, 100)
-        (2048, 50, 1)
+        >>> read_budget("2KiB", 100), read_budget(0.5, 100), read_budget("50%", 100), read_budget(1, 100)
+        (2048, 50, 50, 1)
     """
     if memory == LEAST:
         return 0
-    if isinstance(memory, float):
-        if not 0 < memory <= 1:
-            raise ValueError(
-                f'memory as a share must be in (0, 1], got {memory}. Use an integer or a text such as "2GB" for bytes.'
-            )
-        return int(memory * plain)
-    return read_bytes("memory", memory)
+    share = read_share("memory", memory)
+    return read_bytes("memory", memory) if share is None else int(share * plain)
+
+
+def shown_budget(memory: object, plain: int) -> str:
+    """Write a budget as it was given, and the bytes of a share.
+
+    Example:
+        >>> shown_budget("8GB", 100), shown_budget(0.5, 100)
+        ("'8GB'", '0.5 (50 bytes)')
+    """
+    is_share = memory != LEAST and read_share("memory", memory) is not None
+    return f"{memory!r} ({show_bytes(read_budget(memory, plain))})" if is_share else repr(memory)

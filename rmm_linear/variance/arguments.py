@@ -53,6 +53,8 @@ def check_sketch(x: Tensor, *, kind: str, rows: int, block: int | None, mask: Te
     """Check the arguments that describe a sketch of x, which closed forms and simulations have in common."""
     check_kind(kind)
     check_integer("rows", rows)
+    if rows > x.shape[-2]:
+        raise ValueError(f"rows must be at most the {x.shape[-2]} tokens, as no layer stores more, got {rows}.")
     check_integer("block", block, optional=True)
     check_block(kind, block)
     if mask is not None and mask.shape != x.shape[-2:-1]:

@@ -178,7 +178,7 @@ def sketch_variance(
         grad_output: Gradient with respect to the layer's output, shape (N, O), or (L, N, O); zero where ``mask`` is
             false.
         kind: One of :data:`rmm_linear.sketches.KINDS`.
-        rows: K.
+        rows: K, at most N.
         bits: 8, 4, 3, 2, 1.6, 1, or None for the dtype itself.
         block: Tokens per block, or None.
         mask: True for valid tokens, shape (N,), the same for all layers; None is all.

@@ -107,7 +107,7 @@ def effective_batch(batch: int, noise: Number) -> Number:
         Batch size in samples, of the type and shape of ``noise``; not rounded.
 
     Raises:
-        ValueError: If ``batch`` is not positive.
+        ValueError: If ``batch`` is not positive, or ``noise`` is negative.
 
     Example:
         >>> effective_batch(32, 1.0)
@@ -115,4 +115,6 @@ def effective_batch(batch: int, noise: Number) -> Number:
     """
     if batch < 1:
         raise ValueError(f"batch must be at least 1 sample, got {batch}.")
+    if bool((noise < 0).any()) if isinstance(noise, Tensor) else noise < 0:
+        raise ValueError(f"noise must not be negative, as it is a ratio of variances, got {noise}.")
     return batch / (1 + noise)

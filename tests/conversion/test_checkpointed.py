@@ -10,7 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
-from rmm_linear.conversion.checkpointed import checkpointed_blocks, without_checkpointing
+from rmm_linear.context.checkpointing import uncheckpointed
+from rmm_linear.conversion.checkpointed import checkpointed_blocks
 from rmm_linear.memory import explain, track_saved
 
 INPUT = "the input of a block that activation checkpointing recomputes"
@@ -74,7 +75,7 @@ def test_blocks_are_found_by_flags_and_wrappers():
         enable_checkpointing(model, False)
         blocks = checkpointed_blocks(model)
         assert len(blocks) == (4 if architecture == "t5" else 2)
-        with without_checkpointing(model):
+        with uncheckpointed(model):
             assert checkpointed_blocks(model) == {}
         assert checkpointed_blocks(model).keys() == blocks.keys()
     wrapped = nn.Sequential(checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.GELU())), nn.Linear(4, 4))
@@ -82,7 +83,7 @@ def test_blocks_are_found_by_flags_and_wrappers():
     report = convert(wrapped, min_rows=1)
     assert len(report.checkpointed) == 2
     revert(wrapped)
-    with without_checkpointing(wrapped), track_saved(wrapped) as saved:
+    with uncheckpointed(wrapped), track_saved(wrapped) as saved:
         output = wrapped(torch.randn(8, 4))
     assert len(saved.by_module) == 3
     del output

@@ -12,7 +12,8 @@ from torch.func import functional_call, grad
 from glue_finetune.errors import UserError
 from glue_finetune.flags import build_config
 from glue_finetune.tasks import get_task
-from rmm_linear import RMMConfig, convert, revert
+from rmm_linear import RMMConfig, convert, fit, revert
+from rmm_linear.memory import explain
 
 
 def made():
@@ -157,3 +158,24 @@ def test_a_copy_of_data_parallel_is_refused():
 def test_a_word_that_is_nearly_known(make, error, meant):
     with pytest.raises(error, match=f"Did you mean '{meant}'"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("example", "text"),
+    [
+        ("text", "got str"),
+        ([x()].__iter__(), r"Take one of its batches: next\(iter\(loader\)\)"),
+        ({"x": x()}, "must have the arguments of Sequential, and does not: missing .* They are input"),
+        ((x(), x()), "too many positional arguments"),
+    ],
+)
+def test_an_example_that_the_model_cannot_take_is_named(example, text):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    for run in (
+        lambda: convert(model, example=example),
+        lambda: fit(model, example, 0.5),
+        lambda: explain(model, example),
+    ):
+        with pytest.raises(TypeError, match=text):
+            run()
+    assert type(model[0]) is nn.Linear

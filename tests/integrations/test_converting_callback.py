@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from trainer_helpers import make_trainer, probed, weights
+from helpers import tiny_model
+from trainer_helpers import Sentences, make_trainer, probed, weights
 
 from rmm_linear import RMMConfig, convert
+from rmm_linear.context.checkpointing import is_checkpointed
 from rmm_linear.conversion.explained import explained
 from rmm_linear.integrations.transformers import RMMCallback
 
@@ -113,7 +115,8 @@ def test_a_model_whose_adapters_came_after_convert_is_converted_again(tmp_path, 
 
 def test_checkpointed_layers_that_stay_exact_have_no_noise_to_warn_of(tmp_path, caplog):
     trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=2, gradient_checkpointing=True)
-    trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=1, ratio=0.02), every=2, limit=1e-6))
+    config = RMMConfig(min_rows=1, ratio=0.02)
+    trainer.add_callback(RMMCallback(convert=config, every=2, limit=1e-6, checkpointing="keep"))
     trainer.train()
     (noise,) = [entry["rmm/noise"] for entry in recorder.logs if "rmm/noise" in entry]
     assert noise == 0
@@ -166,3 +169,47 @@ def test_a_model_that_is_not_converted_is_named(tmp_path, caplog):
     trainer.add_callback(RMMCallback(trainer, every=1))
     trainer.train()
     assert any("the model is not converted" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "name", ["gradient_checkpointing", pytest.param("activation_checkpointing", marks=pytest.mark.thorough)]
+)
+def test_checkpointing_is_off_while_training_and_leaves_no_trace(name, tmp_path, capsys):
+    """Evaluations, saves and a resumed run in between: neither sees it, and the saved configuration is the same."""
+    seen, configs = [], []
+    for turned_on in (True, False):
+        options = {
+            name: turned_on,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+        }
+        folder = tmp_path / str(turned_on)
+        for resume in (None, str(folder / "checkpoint-1")):
+            trainer, _, _ = make_trainer(folder, config=None, max_steps=2, eval_dataset=Sentences(), **options)
+            trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=4)))
+            trainer.train(resume_from_checkpoint=resume)
+            assert is_checkpointed(trainer.model) is turned_on
+            seen.append(weights(trainer))
+        configs.append((folder / "checkpoint-2" / "config.json").read_text())
+    assert capsys.readouterr().out.count("is off in this training") == 2
+    assert configs[0] == configs[1]
+    assert all(torch.equal(one, other) for found in seen[1:] for one, other in zip(seen[0], found, strict=True))
+
+
+def test_the_noise_is_measured_once_and_said(tmp_path, capsys, caplog):
+    for ratio, warns in ((0.9, False), (0.05, True)):
+        trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=4)
+        trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=1, ratio=ratio)))
+        trainer.train()
+        assert [entry["step"] for entry in recorder.logs if "rmm/noise" in entry] == [3]
+        (line,) = [one for one in capsys.readouterr().out.splitlines() if "variance ratio of linear layers" in one]
+        assert "(median of 14 layers in step 3; above 1 it costs accuracy)" in line
+        assert any("leave linear layers exact: RMMConfig(operations=[" in one for one in caplog.messages) is warns
+
+
+def test_a_model_that_trains_nothing_is_named(caplog):
+    model = tiny_model("roberta").requires_grad_(False)
+    convert(model)
+    assert [one for one in caplog.messages if one.startswith("No parameter of the model requires a gradient")]

@@ -154,7 +154,14 @@ def test_layers_that_an_example_left_out_stay_left_out(tmp_path):
 def test_what_is_not_converted_has_nothing_to_save(tmp_path):
     with pytest.raises(ValueError, match=r"Call rmm_linear\.convert first"):
         save_conversion(Mlp(), tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(
+        FileNotFoundError, match=r"must have a conversion, .* save_conversion\(model, folder\) writes it"
+    ):
+        convert_as_saved(Mlp(), tmp_path)
+    (tmp_path / "sketch_state.json").write_text("{}")
+    with pytest.raises(
+        FileNotFoundError, match=r"It has the state of sketches alone .* as checkpoints of a Trainer do"
+    ):
         convert_as_saved(Mlp(), tmp_path)
 
 

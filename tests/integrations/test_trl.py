@@ -1,55 +1,121 @@
-"""TRL's SFTTrainer, which puts adapters on a model itself: one callback converts it, and converting before is named."""
+"""TRL's trainers with their defaults, which turn checkpointing on and count in their losses: one callback serves them.
+
+What takes long is marked ``stack``; of each trainer, a run whose plan changes nothing is not.
+"""
 
 import pytest
 import torch
 from helpers import tiny_model
+from trl_helpers import trl_trainer
 
 from rmm_linear import RMMConfig, convert
+from rmm_linear.context.checkpointing import is_checkpointed
 from rmm_linear.integrations.transformers import RMMCallback
 
-pytestmark = pytest.mark.stack
+KINDS = {
+    "sft": {},
+    "sft packed": {"packing": True},
+    "dpo": {},
+    "reward": {},
+    "grpo": {},
+}
+OFF = "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
+TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def trainer(model, folder, **options):
-    from datasets import Dataset
-    from peft import LoraConfig
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer
-
-    words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(50))]
-    tokens = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
-    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    texts = [" ".join(f"w{(7 * row + place) % 50}" for place in range(20)) for row in range(16)]
-    settings = {"max_steps": 2, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True, "bf16": False}
-    settings |= {"output_dir": str(folder), "max_length": 32, "gradient_checkpointing": False, "disable_tqdm": True}
-    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    data = Dataset.from_dict({"text": texts})
-    config = SFTConfig(**settings)
-    return SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer, peft_config=lora, **options)
+def train(kind, folder, callback=None, **settings):
+    torch.manual_seed(0)
+    callbacks = [] if callback is None else [callback]
+    trainer = trl_trainer(kind.split()[0], folder, callbacks=callbacks, **KINDS[kind], **settings)
+    trainer.train()
+    return trainer
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_one_callback_is_all_that_it_takes(tmp_path, capsys):
-    callback = RMMCallback(convert=RMMConfig(min_rows=4), every=1)
-    run = trainer(tiny_model("llama"), tmp_path, callbacks=[callback])
-    before = [p.detach().clone() for p in run.model.parameters() if p.requires_grad]
-    run.train()
-    assert sum("lora_A" in name for name in callback.report.converted) == 4
-    assert any("rmm/noise" in entry for entry in run.state.log_history)
-    assert "rmm_linear: saved for backward: " in capsys.readouterr().out
-    after = [p for p in run.model.parameters() if p.requires_grad]
-    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+def logs(trainer):
+    return [
+        {name: value for name, value in entry.items() if name not in TIMES}
+        for entry in trainer.state.log_history
+        if "loss" in entry or "train_loss" in entry
+    ]
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_that_changes_nothing_leaves_no_trace_in_the_logs(kind, tmp_path, capsys):
+    """To the bit: TRL counts tokens, entropies and rewards wherever its loss is computed."""
+    plain = logs(train(kind, tmp_path / "plain", gradient_checkpointing=False))
+    callback = RMMCallback(fit={"memory": "1GB"})
+    trainer = train(kind, tmp_path / "fit", callback)
+    assert callback.fit_report.is_exact
+    assert logs(trainer) == plain
+    assert f"{OFF}a plan chooses what is recomputed in its place" in capsys.readouterr().out
+    assert is_checkpointed(trainer.model)  # again, as training has ended
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conversion_counts_what_is_trained_and_no_more(kind, tmp_path, capsys):
+    plain = logs(train(kind, tmp_path / "plain"))
+    callback = RMMCallback(convert=RMMConfig(min_rows=4))
+    found = logs(train(kind, tmp_path / "converted", callback))
+    counts = [name for name in plain[0] if name.startswith(("num_", "completions/"))]
+    assert counts
+    assert [[entry.get(name) for name in counts] for entry in found][:1] == [[plain[0][name] for name in counts]]
+    out = capsys.readouterr().out
+    assert f"{OFF}compressed activations save the memory in its place" in out
+    assert "checkpointing recomputes" not in out
+    assert callback.report.memory.after < 0.4 * callback.report.memory.before
+
+
+@pytest.mark.parametrize(
+    "seed", [1, pytest.param(2, marks=pytest.mark.stack), 3, pytest.param(4, marks=pytest.mark.stack)]
+)
+def test_batches_of_any_size_are_planned_for_in_bfloat16(seed, tmp_path):
+    """TRL adds up the loss in another order than the model, and reads numbers of it."""
+    callback = RMMCallback(fit={"memory": 0.95, "allow": ["keep", "recompute"]})
+    trainer = train("sft", tmp_path, callback, seed=seed, bf16=True, max_steps=3)
+    report = callback.fit_report
+    assert report.fits
+    assert not report.is_exact
+    assert not [note for note in report.notes if "cannot be simulated" in note]
+    assert report.measured_peak == pytest.approx(report.simulated_peak, rel=0.02)
+    assert len(logs(trainer)) == 4
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trainer_is_planned_for_by_its_own_loss(kind, tmp_path, caplog):
+    callback = RMMCallback(fit=0.8)
+    trainer = train(kind, tmp_path, callback, max_steps=4)
+    report = callback.fit_report
+    assert report.fits
+    assert not report.is_exact
+    assert report.measured_peak == pytest.approx(report.simulated_peak, rel=0.02)
+    assert not [message for message in caplog.messages if "planning failed" in message]
+    assert len(logs(trainer)) == 5
+
+
+@pytest.mark.stack
 def test_adapters_that_come_after_convert_are_named(tmp_path, caplog):
     model = tiny_model("llama")
     convert(model, min_rows=4)
-    trainer(model, tmp_path).train()
+    train("sft", tmp_path, model=model, gradient_checkpointing=False)
     (said,) = [one for one in caplog.messages if "came later, as adapters do" in one]
     assert "this one trains 8 that" in said
     assert "lora_A.default" in said
+
+
+def test_checkpointing_is_kept_where_it_is_asked_for_and_named_where_nothing_fits(tmp_path, caplog):
+    callback = RMMCallback(fit={"memory": "100KB", "allow": ["keep", "recompute"]}, checkpointing="keep")
+    with pytest.raises(
+        ValueError, match=r"memory='100KB' cannot be met.* Activation checkpointing is on: .*\"replace\""
+    ):
+        train("sft", tmp_path, callback)
+
+
+@pytest.mark.stack
+def test_a_subscript_of_a_trainer_class_does_the_same(tmp_path):
+    trainer = trl_trainer("sft", tmp_path, rmm=RMMConfig(min_rows=4))
+    trainer.train()
+    assert repr(type(trainer)) == "RMMTrainer[SFTTrainer]"
+    assert any("lora_A" in name for name in trainer.rmm.report.converted)

@@ -212,7 +212,7 @@ def test_plans_of_earlier_versions_are_read_and_written_as_they_were(kind, tmp_p
     if kind == "converted":
         expected["config"] |= {"activation_bits": 4, "directions": 0}  # what "auto" is read as, and what is new
     if kind in ("blocks", "converted"):  # whose choices were one word each
-        expected["format"] = "rmm_linear block plan 2"
+        expected |= {"format": "rmm_linear block plan 2", "checkpointing": "keep"}
         expected["blocks"] = [{**row, "host": 0, "rows": 0} for row in expected["blocks"]]
     reads = {"chain": ChainPlan.load, "bptt": BPTTPlan.load, "states": BPTTPlan.load}
     folder = "scratch" if kind == "blocks" else None

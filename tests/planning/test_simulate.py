@@ -365,3 +365,37 @@ def test_planners_count_no_tensors_on_the_meta_device():
     assert sum(costs.size.values()) == x.nbytes
     on_meta = graph_costs(fx.symbolic_trace(Shapes()), [x.to("meta")])  # stands for a real one
     assert sum(on_meta.size.values()) > x.nbytes
+
+
+def test_a_function_may_read_numbers_and_select_by_masks():
+    """As losses of trainers do: numbers are guessed, masks select everything, which is the most that it can take."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(32, 8)
+
+    def loss(mask):
+        y = model(x)
+        if mask.sum().item() > 1e9:
+            raise AssertionError
+        return y[mask].square().sum() / mask.sum().item() + torch.masked_select(y, mask[:, None]).sum()
+
+    everything = torch.ones(32, dtype=torch.bool)
+    expected = real_peak(model, lambda: loss(everything))
+    for mask in (everything, torch.arange(32) % 2 == 0):
+        # The real selection makes a list of places too, for a moment.
+        assert expected <= simulate(model, lambda mask=mask: loss(mask)).bytes <= expected + 8 * 2 * 32 * 4
+
+
+def test_a_pass_for_reference_without_gradients_is_no_part_of_the_step():
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))), torch.randn(64, 8)
+
+    def loss():
+        with torch.no_grad():
+            before = model(x)
+        y = model(x)
+        with torch.no_grad():
+            after = model(x)
+        return (y - before - after).square().sum()
+
+    found, expected = (measure(model, one).blocks for one in (loss, lambda: model(x).square().sum()))
+    for name in ("name", "storages", "flops"):
+        assert [getattr(block, name) for block in found] == [getattr(block, name) for block in expected]
+    assert [block.kept for block in found[1:-1]] == [block.kept for block in expected[1:-1]]

@@ -192,6 +192,7 @@ def test_nan_is_not_hidden():
     [
         ({"kind": "fourier"}, ValueError, "kind must be one of countsketch, .*, got 'fourier'"),
         ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
+        ({"rows": 1000}, ValueError, r"rows must be at most the \d+ tokens, as no layer stores more, got 1000"),
         ({"rows": 2.0}, TypeError, "rows must be a positive integer, got 2.0"),
         ({"bits": 5}, ValueError, "bits must be 8, 4, 3, 2, 1.6 or 1, got 5"),
         ({"block": 4}, ValueError, "block is for rademacher, gaussian, hadamard only, got block=4 with kind='rows'"),

@@ -173,5 +173,8 @@ def test_effective_batch_has_the_noise_of_both_together():
     torch.testing.assert_close(sgd * 10 / batch, sgd + sketch)
     assert effective_batch(10, 0.0) == 10
     assert effective_batch(10, math.inf) == 0
+    for noise in (-1, torch.tensor([0.5, -0.1])):
+        with pytest.raises(ValueError, match="noise must not be negative"):
+            effective_batch(8, noise)
     with pytest.raises(ValueError, match="batch must be at least 1 sample, got 0"):
         effective_batch(0, 1.0)

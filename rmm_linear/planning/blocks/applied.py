@@ -10,6 +10,7 @@ from torch import nn
 
 from rmm_linear._support.provided import provided
 from rmm_linear._support.validation import did_you_mean
+from rmm_linear.context.checkpointing import REPLACE, Uncheckpointed
 from rmm_linear.planning.blocks.plan import APPLIED, ATTENTION, CONVERT, KEEP, OFFLOAD, SELECTIVE, TILE, BlockPlan
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.budget import check_model
@@ -57,6 +58,10 @@ class AppliedBlocks(Applied):
             raise
         vars(model).update({_PLAN: plan, APPLIED: self})
 
+    def undo_later(self, executor: Executor) -> None:
+        """Detach an executor after all others."""
+        self._attached.insert(0, executor)
+
     def revert(self) -> None:
         """Detach all executors."""
         if vars(self.model).get(APPLIED) is self:
@@ -89,7 +94,7 @@ def apply_blocks(plan: BlockPlan, model: nn.Module) -> AppliedBlocks:
 
 
 def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module]) -> list[Executor]:
-    found: list[Executor] = []
+    found: list[Executor] = [Uncheckpointed(model)] if plan.checkpointing == REPLACE else []
     if plan.config is not None:
         found.append(provided(CONVERT)(model, plan.config))
     chain = OffloadChain(plan.folder)  # the order of a block's executors is that from the inside

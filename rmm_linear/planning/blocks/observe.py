@@ -37,7 +37,11 @@ class Observed:
 
 
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
-    """Run a forward pass and note what every block saves and does, in the order in which blocks ran."""
+    """Run a forward pass and note what every block saves and does, in the order in which blocks ran.
+
+    Of a block that runs with gradients, the passes without do not matter, such as those of a reference model that is
+    the model without its adapters.
+    """
     found: dict[str, Observed] = {}
     running, order = list[str](), list[str]()
     given: list[tuple[str, Tensor, int]] = []
@@ -46,17 +50,23 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if running and has_bytes(tensor) and storage._cdata not in seen:
+        if running and running[-1] and has_bytes(tensor) and storage._cdata not in seen:
             found[running[-1]].storages.append(storage.nbytes())
         seen.setdefault(storage._cdata, storage)
         return tensor.detach()  # as no backward pass frees the graph: an output would hold the node that saves it
 
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.is_grad_enabled() and name in order:
+                running.append("")
+                return
             running.append(name)
             block = found.setdefault(name, Observed())
-            block.returns |= name in order and order[-1] != name
-            order.append(name)
+            if torch.is_grad_enabled():
+                block.returns |= name in order and order[-1] != name
+                if name not in order:
+                    block.flops = block.attention = 0
+                order.append(name)
             block.flops -= counter.get_total_flops()
             block.attention -= attention_flops(counter)
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -65,7 +75,9 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
         return hook
 
     def leave(*_: Any) -> None:
-        block = found[running.pop()]
+        if not (name := running.pop()):
+            return
+        block = found[name]
         block.flops += counter.get_total_flops()
         block.attention += attention_flops(counter)
 

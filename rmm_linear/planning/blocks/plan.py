@@ -15,6 +15,8 @@ from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
+from rmm_linear.context.checkpointing import KEEP as KEEP_CHECKPOINTS
+from rmm_linear.context.checkpointing import check_checkpointing
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.plans import Plan, apply
 from rmm_linear.planning.step.watch import watch
@@ -130,6 +132,8 @@ class BlockPlan(Plan):
         flops: Operations of a step, relative to one without the plan; None if they were not counted.
         config: The conversion of the converted blocks, which leaves all others alone.
         folder: Where offloaded blocks of a model on the CPU write files.
+        checkpointing: "replace" turns activation checkpointing of the model off as long as the plan is applied, "keep"
+            leaves it.
         peak: Memory over the step that was simulated when the plan was made.
     """
 
@@ -143,6 +147,7 @@ class BlockPlan(Plan):
     flops: float | None = None
     config: SavedSettings | None = None
     folder: str | None = None
+    checkpointing: str = KEEP_CHECKPOINTS
     peak: Peak | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -220,6 +225,10 @@ class BlockPlan(Plan):
         if self.is_applied:
             self._applied.revert()
 
+    def undo_later(self, executor: Any) -> None:
+        """Detach an executor when the applied plan is reverted, after all others."""
+        self._applied.undo_later(executor)
+
     @contextmanager
     def applied(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
         """Apply the plan inside the block, if it is not applied already.
@@ -255,7 +264,7 @@ class BlockPlan(Plan):
         Returns:
             Its fields.
         """
-        shown = ("memory", "predicted", "plain", "moment", "flops", "folder")
+        shown = ("memory", "predicted", "plain", "moment", "flops", "folder", "checkpointing")
         return {
             "format": self.FORMAT,
             **{name: getattr(self, name) for name in shown},
@@ -293,6 +302,7 @@ class BlockPlan(Plan):
         Raises:
             ValueError: If a choice is unknown or lacks what it needs, or a block has two rows.
         """
+        check_checkpointing(self.checkpointing)
         for block in self.blocks:
             block.check()
         names = [name for block in self.blocks for name in (block.name, *block.inner)]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.saved_settings import SavedSettings
+from rmm_linear.context.checkpointing import KEEP as KEEP_CHECKPOINTS
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.measure import Costs, by_pass
@@ -44,6 +45,7 @@ class Proposals:
         configure: Makes the configuration for the converted blocks of a plan.
         folder: Of files, for offloaded blocks of a model on the CPU.
         host: Limit of the bytes that wait in host memory or files; None is none.
+        checkpointing: Of the plans.
         rows: Of every block, its options; if left out, blocks stay as they are.
         peaks: Of the steps that were simulated, by the option of every block. Other examples have others.
     """
@@ -58,6 +60,7 @@ class Proposals:
     configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None
     folder: str | None = None
     host: int | None = None
+    checkpointing: str = KEEP_CHECKPOINTS
     held: Held | None = None
     rows: Sequence[Sequence[PlannedBlock]] = ()
     peaks: dict[tuple[str, ...], Peak] = field(default_factory=dict)
@@ -150,7 +153,8 @@ class Proposals:
     def plan_of(self, rows: Sequence[PlannedBlock], **known: Any) -> BlockPlan:
         """Make a plan of what happens to every block, and of what is known of it."""
         config = self.configure(rows) if self.configure is not None else None
-        return BlockPlan(rows, config=config, folder=self.folder, **known).made_for(self.model)
+        shared = {"config": config, "folder": self.folder, "checkpointing": self.checkpointing}
+        return BlockPlan(rows, **shared, **known).made_for(self.model)
 
     def plan(self, chosen: Sequence[int], peak: Peak) -> BlockPlan:
         """Make a plan; ``peak`` is that of a step with it, as far as it is known."""

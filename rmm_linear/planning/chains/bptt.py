@@ -53,7 +53,8 @@ def bptt(
             and graphs, with the states of random generators and changed buffers that belong to them. Outputs, inputs
             and gradients are not part of it. Two trial steps measure a state and a graph. States in a ``store`` count
             as those in memory do.
-        slots: Number of states that may be stored, in place of ``memory``; graphs count as many as they measure.
+        slots: Number of states that may be stored, in place of ``memory``; graphs count as many as they measure. The
+            initial state is not counted (:func:`sweep` counts it): 0 repeats every step from it.
         internal: Which of the paper's policies: False stores states alone, "only" graphs of recorded steps alone (then
             ``slots`` counts graphs), True whatever costs fewer steps.
         store: Where stored states go: a folder, "cpu", or an object with ``put(key, tensors)``, ``get(key)`` and

@@ -31,7 +31,15 @@ def adapted(cell: Any, state: Any, x: Tensor) -> tuple[Any, Any]:
     if state is None:
         zeros = torch.zeros(*x.shape[:-1], cell.hidden_size, dtype=x.dtype, device=x.device)
         state = (zeros, zeros.clone()) if is_lstm else zeros
-    state = tuple(state) if is_lstm else state
+    if is_lstm:
+        if not isinstance(state, list | tuple) or len(state) != 2 or not all(isinstance(one, Tensor) for one in state):
+            got = f"{type(state).__name__} of {len(state)}" if isinstance(state, list | tuple) else type(state).__name__
+            raise TypeError(f"state of nn.LSTMCell must be a pair of tensors (h, c), or None for zeros, got {got}.")
+        state = tuple(state)
+    elif not isinstance(state, Tensor):
+        raise TypeError(
+            f"state of nn.{type(cell).__name__} must be a tensor h, or None for zeros, got {type(state).__name__}."
+        )
     return functools.partial(_lstm_step if is_lstm else _rnn_step, cell), state
 
 

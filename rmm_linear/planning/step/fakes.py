@@ -13,16 +13,35 @@ from rmm_linear.memory.peak import consists_of_others
 from rmm_linear.memory.quantized import is_of, replaced_weight
 
 _GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+_READ, _NONZERO = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default
+_SELECT = torch.ops.aten.masked_select.default
 _ALIGNED = 16  # bytes, of which rows are multiples on CUDA
 
 
-class _AnyDtype(FakeTensorMode):
-    """Multiplies groups in every dtype, as the real operator does; PyTorch's rule for fakes has bfloat16 alone."""
+class _Mode(FakeTensorMode):
+    """Multiplies groups in every dtype, as the real operator does; PyTorch's rule for fakes has bfloat16 alone.
+
+    With ``guesses``, every number that is read is one, and every mask selects everything, which takes the most memory:
+    losses of trainers read numbers for their metrics, and leave padding out.
+    """
+
+    guesses = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GROUPED and not consists_of_others(set(types) - {FakeTensor}):
             return _grouped(self, *args, **(kwargs or {}))
+        if self.guesses and func in (_READ, _NONZERO, _SELECT):
+            return _guessed(func, *args)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _guessed(func: Any, tensor: Tensor, mask: Tensor | None = None) -> Any:
+    """Return a number of one, or the shape of what a mask of ones selects."""
+    if func is _READ:
+        return {torch.bool: True}.get(tensor.dtype, 1.0 if tensor.dtype.is_floating_point else 1)
+    if mask is not None:
+        return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+    return tensor.new_empty((tensor.numel(), tensor.dim()), dtype=torch.int64)
 
 
 def _grouped(
@@ -52,9 +71,10 @@ class Fakes:
     it replaces no operator. Subclasses that consist of other tensors stay, with fake ones inside.
     """
 
-    def __init__(self) -> None:
-        """Begin without any."""
-        self.mode = _AnyDtype(allow_non_fake_inputs=True)
+    def __init__(self, *, guesses: bool = False) -> None:
+        """Begin without any. With ``guesses``, values that are read are guessed, see :class:`_Mode`."""
+        self.mode = _Mode(allow_non_fake_inputs=True)
+        self.mode.guesses = guesses
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of a tensor, which is kept with its own
 
     def __call__(self, tensor: Tensor) -> Tensor:

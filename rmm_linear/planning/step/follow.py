@@ -70,13 +70,16 @@ class Place:
 def followed(model: nn.Module) -> Iterator[Place]:
     """Know which module runs forward or backward inside the block.
 
-    A module's backward pass begins with the autograd node that made its output.
+    A module's backward pass begins with the autograd node that made its output. A module that ran with gradients and
+    runs without them again, as a model without its adapters does for reference, is then no part of the step.
     """
-    place, known = Place(), set[int]()
+    place, known, trained = Place(), set[int](), set[str]()
 
     def enter(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            place.modules.append(name)
+            if torch.is_grad_enabled():
+                trained.add(name)
+            place.modules.append(name if torch.is_grad_enabled() or name not in trained else "")
             place.entered()
 
         return hook

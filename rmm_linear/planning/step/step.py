@@ -119,7 +119,7 @@ def prepared(
             batch = copied(example)
             yield lambda: run(model, batch)
             return
-        fakes_of = Fakes()
+        fakes_of = Fakes(guesses=callable(example))
 
         step = _Step(model, run)
         fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names

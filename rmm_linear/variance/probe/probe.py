@@ -108,6 +108,7 @@ class GradientProbe(ProbeResults):
         self._modules = choose_layers(model, modules, self._config)
         self._order = {name: place for place, name in enumerate(self._modules)}
         self._armed: int | None = None
+        self._at_most: int | None = None
         self._arms_whole: bool | None = None
         self._step: int | None = None  # number of the probed pass
         self._warned = self._warned_whole = False
@@ -140,14 +141,15 @@ class GradientProbe(ProbeResults):
                 type(self.model).__name__,
             )
 
-    def arm(self, step: int, *, whole: bool | None = None) -> None:
+    def arm(self, step: int, *, whole: bool | None = None, at_most: int | None = None) -> None:
         """Probe the next forward pass, for training loops that count their own steps.
 
         Args:
             step: Number of the step, as written into the rows.
             whole: Whether to measure the whole gradient; None goes by ``whole_every``.
+            at_most: Probe so many of the trained layers at most, evenly spread; None probes all.
         """
-        self._armed, self._arms_whole = step, whole
+        self._armed, self._arms_whole, self._at_most = step, whole, at_most
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or is_measuring():
@@ -182,7 +184,8 @@ class GradientProbe(ProbeResults):
                 logger.warning("Step %d: the variance ratio of the whole gradient is not measured: %s", step, error)
 
     def _watch(self, args: Any, kwargs: Any) -> None:
-        for name, module in self._modules.items():
+        chosen = [(name, module) for name, module in self._modules.items() if is_trained(module)]
+        for name, module in chosen[:: 1 if self._at_most is None else -(-len(chosen) // self._at_most) or 1]:
             before, after = functools.partial(self._before, name), functools.partial(self._after, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, prepend=True))

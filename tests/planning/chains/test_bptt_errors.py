@@ -29,6 +29,8 @@ REFUSED = [
     (ValueError, "at least one step, got none", LSTM, {"inputs": torch.ones(0, B, H)}),
     (ValueError, "all of one length", LSTM, {"inputs": (torch.ones(3, H), torch.ones(2, H))}),
     (ValueError, "time first", LSTM, {"inputs": torch.tensor(1.0)}),
+    (TypeError, r"pair of tensors \(h, c\), or None for zeros, got Tensor", LSTM, {"state": ZERO}),
+    (TypeError, "state of nn.GRUCell must be a tensor h", nn.GRUCell(H, H), {"state": (ZERO, ZERO)}),
     (TypeError, r"must return \(output, state\), got Tensor", lambda x, s: s, {"state": ZERO}),
     (ValueError, "a state of one structure", lambda x, s: (x, [s, s]), {"state": ZERO}),
     (TypeError, "must put out tensors, or None", lambda x, s: ("a", s), {"state": ZERO}),
