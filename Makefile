@@ -7,7 +7,7 @@ OUT ?= out/demo
 # Orders of summation that other processors have, and plain PyTorch in place of the C library, as without a compiler.
 PORTABLE := MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default RMM_BACKEND=torch
 
-.PHONY: demo test check test-portable test-stack test-heavy lint docs size clean
+.PHONY: demo test check test-portable test-stack test-hosts test-heavy lint docs size clean
 
 # Bytecode of what is imported is written on the way, where it was switched off too: nothing is imported once only.
 demo: export PYTHONDONTWRITEBYTECODE :=
@@ -46,6 +46,17 @@ test-portable: $(VENV)/.test
 
 test-stack: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m stack
+
+# Into a folder of their own: their requirements pin other versions of PyTorch, transformers and trl, with which the rest
+# is not tested. Axolotl's imports need the trl that it pins.
+HOSTS := torchao torchtitan axolotl axolotl-contribs-lgpl axolotl-contribs-mit trl==1.9.0
+HOSTS += absl-py addict art colorama distro docstring_parser einops fastcore importlib-metadata llvmlite numba \
+	opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions posthog protobuf python-dotenv spmd_types \
+	tensorboard tensorboard-data-server termcolor torch_checkpointing torchdata typeguard tyro wandb werkzeug zipp
+test-hosts: $(VENV)/.test
+	@$(PIP) --no-deps --upgrade --target out/hosts $(HOSTS)
+	PYTHONPATH=out/hosts DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q -m stack tests/integrations/test_hosts.py
 
 test-heavy: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "montecarlo or thorough"

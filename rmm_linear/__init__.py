@@ -83,9 +83,12 @@ _MODULES = {
     "sketch_tensors": "conversion.state",
     "sketched_linear": "layers.function",
     "tile": "planning.tiles.apply",
+    "RMMTrainer": "integrations.rmm_trainer",  # needs transformers, so it is none of the names that * imports
 }
 # Planning applies plans with conversions, and is below them.
 provide("convert", "rmm_linear.fitting.executor", "Conversion")
+# Transformers asks a configuration for the name of its method, and looks it up in a registry.
+provide("quantizer", "rmm_linear.integrations.quantizer", "RMMQuantizer")
 _FOLDERS = ("estimators", "integrations", "losses", "memory", "ops", "planning", "variance")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
 from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, did_you_mean, read_names
 from rmm_linear._version import __version__
@@ -20,6 +21,7 @@ from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
 OPERATIONS = ("linear", "activation", "norm", "attention", "dropout", "logits", "experts")
 STATE_KEY = "sketch_state"
+QUANTIZER, QUANT_METHOD = "quantizer", "rmm"
 _DEFAULT_MEMORY, _DEFAULT_BITS = 0.1, 3
 # What differs from the default; docs/noise.md has the noise and the bytes of each.
 QUALITIES: dict[str, dict[str, Any]] = {
@@ -28,6 +30,16 @@ QUALITIES: dict[str, dict[str, Any]] = {
     "smallest": {"bits": 1.6, "norm_bits": 2, "directions": 16},
 }
 _SELECTION = ("operations", "target_modules", "exclude_modules", "overrides")
+
+
+class RegisteredMethod:
+    """The name of the library in transformers' registry of quantizers, which is entered there when it is asked for."""
+
+    def __get__(self, config: object, owner: type) -> str:
+        """Register the method, see :mod:`rmm_linear.integrations.quantizer`, and return its name."""
+        if config is not None:
+            provided(QUANTIZER)
+        return QUANT_METHOD
 
 
 def _field(default: Any, help: str) -> Any:
@@ -140,6 +152,7 @@ class RMMConfig(SavedSettings):
 
     version: ClassVar[str] = __version__
     other_keys: ClassVar[tuple[str, ...]] = (STATE_KEY,)
+    quant_method = RegisteredMethod()
 
     def __new__(cls, *args: Any, **fields: Any) -> RMMConfig:
         """Refuse what is no field, with the field that is meant."""

@@ -96,6 +96,10 @@ def gradients(module):
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
+def converted_names(model):
+    return {name for name, module in model.named_modules() if hasattr(module, "rmm_config")}
+
+
 class Mlp(nn.Module):
     """Two linear layers with dropout between them, and an attribute name for each."""
 

@@ -7,6 +7,8 @@ import warnings
 import torch
 from helpers import tiny_model
 
+from rmm_linear import RMMTrainer
+
 WORDS = 50
 
 
@@ -45,8 +47,8 @@ def preference(completions, **kwargs):
     return [-float(len({*one.split()})) for one in completions]
 
 
-def trl_trainer(kind, folder, *, seed=1, lora=True, model=None, callbacks=(), **settings):
-    """A trainer of TRL: "sft", "dpo", "reward" or "grpo"."""
+def trl_trainer(kind, folder, *, seed=1, lora=True, model=None, callbacks=(), rmm=None, **settings):
+    """A trainer of TRL: "sft", "dpo", "reward" or "grpo"; with ``rmm``, the RMMTrainer of its class."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import trl
@@ -68,7 +70,10 @@ def trl_trainer(kind, folder, *, seed=1, lora=True, model=None, callbacks=(), **
         model = model or (classifier() if kind == "reward" else tiny_model("llama"))
         adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type=task) if lora else None
         given = {"reward_funcs": preference} if kind == "grpo" else {}
-        return getattr(trl, f"{name}Trainer")(
+        make = getattr(trl, f"{name}Trainer")
+        if rmm is not None:
+            make, given = RMMTrainer[make], {**given, "rmm": rmm}
+        return make(
             model,
             args=config,
             train_dataset=Dataset.from_dict(columns(kind, seed)),

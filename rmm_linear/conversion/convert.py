@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,12 +20,14 @@ from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.explained import explained, keep_exact_on
+from rmm_linear.conversion.filtering import check_filter, without_rejected
 from rmm_linear.conversion.linears import (
     choose_linears,
     linear_features,
     nothing_matches,
     sketched_class,
     skip_where_nothing_is_saved,
+    warn_of_unmatched,
 )
 from rmm_linear.conversion.names import check_overrides, first_names, restricted
 from rmm_linear.conversion.packed import (
@@ -50,6 +53,7 @@ def convert(
     quality: str | None = None,
     dry_run: bool = False,
     example: Any = None,
+    filter: Callable[[nn.Module, str], Any] | None = None,
     **overrides: Any,
 ) -> ConversionReport:
     """Make a model's modules save compressed activations for the backward pass. Outputs stay the same to the bit.
@@ -70,6 +74,8 @@ def convert(
             forward alone, and layers where a sketch would add bytes, because another operation saves their input
             anyway, are skipped (without it, they are exact from the second training step on). The report then has the
             bytes that the whole model saves, before and after, unless the exact model runs out of memory.
+        filter: Called with every module that would be converted, of any operation, and its name; those for which it
+            returns False stay exact. The report's configuration, which is saved, names them in ``exclude_modules``.
         **overrides: Fields of :class:`~rmm_linear.RMMConfig` that replace those of ``config``, such as ``ratio=0.2``.
 
     Returns:
@@ -77,9 +83,10 @@ def convert(
 
     Raises:
         ValueError: If nothing matches (the message has the nearest layer names), an override matches nothing, nothing
-            would save bytes on ``example``, it is on another device, or the model is converted already.
-        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, a keyword is not one of its fields, or
-            ``example`` is no batch, or none that the model can be called with.
+            would save bytes on ``example``, it is on another device, ``filter`` accepts no module, or the model is
+            converted already.
+        TypeError: If ``model`` is not a module, ``config`` is not an RMMConfig, ``filter`` is not a function, a keyword
+            is not a field of RMMConfig, or ``example`` is no batch, or none that the model can be called with.
 
     Example:
         >>> from torch import nn
@@ -91,6 +98,7 @@ def convert(
     """
     config = _configuration(config, quality, overrides)
     _check_model(model)
+    check_filter(filter)
     if example is not None:
         check_example(model, example)
     names = first_names(model)
@@ -100,7 +108,12 @@ def convert(
             "Call rmm_linear.revert(model) first."
         )
     with without_tiles(model):
+        rejected = set[str]()
+        if filter is not None:
+            accepted = functools.partial(_accepted, model, names)
+            config, rejected = without_rejected(config, filter, accepted, names)
         report, linears, packed = _choose(model, config, names, example)
+        report.skipped.update(dict.fromkeys(rejected & report.skipped.keys(), "rejected by filter"))
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     sketched = {name: sketched_class(module) for name, module in linears.items()}
@@ -136,13 +149,9 @@ def _choose(
 ) -> tuple[ConversionReport, dict[str, nn.Module], dict[str, PackedChoice]]:
     """Return what is to be converted, as a report, and the modules themselves."""
     is_sketching, names = "linear" in config.operations, outside_experts(names, config)
-    linears, skipped = choose_linears(model, config, names) if is_sketching else ({}, {})
-    packed, unpacked = choose_packed(names, config)
-    if "logits" in config.operations:
-        heads, unchunked = choose_heads(model, config, names, linears)
-        packed |= {name: chunked_head(head) for name, head in heads.items()}
-        unpacked |= unchunked
-        skipped = {name: reason for name, reason in skipped.items() if name not in heads}
+    linears, packed, skipped, unpacked = _select(model, config, names)
+    if is_sketching:
+        warn_of_unmatched(config, names)
     is_selected = config.target_modules != RMMConfig.target_modules
     is_met = linears or any(choice.operation == "linear" for choice in packed.values())
     if is_sketching and not is_met and (is_selected or not packed):
@@ -172,7 +181,7 @@ def _choose(
     }
     if (linears or packed) and not any(parameter.requires_grad for parameter in model.parameters()):
         logger.warning(
-            "No parameter of the model requires a gradient, so a training step saves little, converted or not. "
+            "No parameter of the model requires a gradient, so a training step saves hardly anything, converted or not. "
             "Unfreeze the model, or put adapters on it, before."
         )
     elif converted and not packed and all(layer.frozen for layer in converted.values()):
@@ -194,6 +203,26 @@ def _choose(
         unfused=why_unfused(model, packed, config),
     )
     return dataclasses.replace(report, uncompressed=uncompressed(names, report)), linears, packed
+
+
+def _select(
+    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str]
+) -> tuple[dict[str, nn.Module], dict[str, PackedChoice], dict[str, str], dict[str, str]]:
+    """Return the linear layers and the other modules that a configuration selects, and why not the others of each."""
+    linears, skipped = choose_linears(model, config, names) if "linear" in config.operations else ({}, {})
+    packed, unpacked = choose_packed(names, config)
+    if "logits" in config.operations:
+        heads, unchunked = choose_heads(model, config, names, linears)
+        packed |= {name: chunked_head(head) for name, head in heads.items()}
+        unpacked |= unchunked
+        skipped = {name: reason for name, reason in skipped.items() if name not in heads}
+    return linears, packed, skipped, unpacked
+
+
+def _accepted(model: nn.Module, names: dict[nn.Module, str], config: RMMConfig) -> dict[str, nn.Module]:
+    """Map the names of all modules that a configuration selects to them."""
+    linears, packed, *_ = _select(model, config, outside_experts(names, config))
+    return linears | {name: choice.module for name, choice in packed.items()}
 
 
 @contextmanager

@@ -35,7 +35,6 @@ def choose_linears(
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Choose the linear layers that a configuration converts; and say of the other linear-like ones why not."""
     linears = {name: module for module, name in names.items() if is_linear_like(module)}
-    products = [name for module, name in names.items() if multiplies(module)]
     heads = output_heads(model)
     chosen: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
@@ -48,6 +47,13 @@ def choose_linears(
     if config.target_modules == RMMConfig.target_modules:
         skipped |= _narrow(chosen)
         chosen = {name: module for name, module in chosen.items() if name not in skipped}
+    return chosen, skipped
+
+
+def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
+    """Warn of names in a configuration that no module has."""
+    linears = [name for module, name in names.items() if is_linear_like(module)]
+    products = [name for module, name in names.items() if multiplies(module)]
     for entry in [] if isinstance(config.exclude_modules, str) else config.exclude_modules or ():
         if not any(matches([entry], name) for name in names.values()):
             logger.warning(
@@ -59,9 +65,8 @@ def choose_linears(
                 logger.warning(
                     "target_modules: %r matches no linear layer; the nearest are %s.",
                     entry,
-                    nearest(entry, list(linears)),
+                    nearest(entry, linears),
                 )
-    return chosen, skipped
 
 
 def _narrow(chosen: dict[str, nn.Module]) -> dict[str, str]:
@@ -111,7 +116,11 @@ def _computes_linear(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear) or type(module).__module__.startswith("torch."):
         return False
     own, weight = dict(module.named_parameters(recurse=False)), module.weight
-    if set(own) - {"weight", "bias"} or any(module.children()) or weight.is_meta or is_dtensor(weight):
+    if set(own) - {"weight", "bias"} or any(module.children()):
+        return False
+    if type(module).forward is nn.Linear.forward:
+        return True
+    if weight.is_meta or is_dtensor(weight):
         return False
     x = torch.arange(6 * module.in_features, device=weight.device).view(2, 3, -1).sin().to(weight.dtype)
     mode = module.training

@@ -19,11 +19,12 @@ from rmm_linear._support.files import write_text
 from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, revert
-from rmm_linear.conversion.names import unwrapped
+from rmm_linear.conversion.names import own_name, unwrapped
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.conversion.state import load_saved_state, sketch_state, sketch_tensors, sketched_layers
 from rmm_linear.conversion.state_files import remove_with_tensors, tensors_beside
 from rmm_linear.integrations.saved_plans import PLAN_FILE, plan_of, read_plan, restore_plan
+from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.linear import SketchedLayer
 
 CONFIG_FILE = "rmm_config.json"
@@ -43,7 +44,7 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: An existing folder, usually that of ``model.save_pretrained``.
 
     Raises:
-        ValueError: If the model is neither converted nor has a plan.
+        ValueError: If the model is neither converted nor has a plan, or parts of it were converted by themselves.
 
     Example:
         >>> import tempfile
@@ -65,6 +66,8 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if plan is not None:
         plan.save(path.parent / PLAN_FILE)
     if context is not None:
+        if plan is None:
+            _check_whole(model)
         config = _without_wrappers(context.config, model, layers)
         with tensors_beside(path, sketch_tensors(model)) as named:
             content = config.to_saved() | {STATE_KEY: sketch_state(model) | named}
@@ -75,6 +78,18 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             plan.config.save(path)
     if plan is None and (path.parent / PLAN_FILE).exists():
         (path.parent / PLAN_FILE).unlink()
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Check that the model was converted as a whole: what is written of parts would convert all of it."""
+    for name, one in unwrapped(model).named_modules():
+        if isinstance(one, ConvertedModule):
+            names = [] if one.rmm_context is None else one.rmm_context.names  # of wrappers too
+            if not (names and own_name(names[one.rmm_index]).endswith(own_name(name))):
+                raise ValueError(
+                    f"save_conversion takes a model that was converted as a whole, got one with {name}, which was "
+                    "converted by itself or as a part of something else. Save each part that convert was called on."
+                )
 
 
 def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, SketchedLayer]) -> RMMConfig:

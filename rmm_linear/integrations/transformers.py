@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import rmm_linear
-from rmm_linear._support.installing import INSTALL_EXTRA
+from rmm_linear._support.installing import not_installed
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.checkpointing import KEEP, REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.context.first_steps import shown
@@ -25,9 +25,7 @@ from rmm_linear.memory import peak, track_saved
 try:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 except ImportError as missing:
-    raise ImportError(
-        f"rmm_linear.integrations.transformers needs transformers, which is not installed. Run {INSTALL_EXTRA}."
-    ) from missing
+    raise not_installed(__name__, "transformers") from missing
 
 from rmm_linear.integrations.checkpoints import SketchStateCallback
 from rmm_linear.integrations.explaining import is_converted, late_linears, saved_by_model

@@ -135,6 +135,18 @@ class QuantLinear(nn.Module):
         self.register_buffer("qweight", torch.zeros(2, 4, dtype=torch.int32))
 
 
+def test_a_subclass_that_keeps_the_forward_method_is_converted_without_weights():
+    class Built(nn.Linear):
+        def __init__(self, features):
+            super().__init__(features, features)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Built(4))
+    assert list(convert(model).converted) == ["0"]
+    model.to_empty(device="cpu")
+    assert model.train()(torch.ones(80, 4)).grad_fn.name() == "SketchedLinearFunctionBackward"
+
+
 def test_layers_that_are_not_plain_are_skipped_with_their_reason():
     """Transformers 5.0 splits some weights without DTensors; integration/test_distributed.py has models with them."""
     model = nn.Sequential(nn.Linear(4, 4), QuantLinear(), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -128,6 +128,14 @@ def test_a_conversion_is_found_again(tmp_path):
     assert same(step(loaded)[1], step(model)[1])  # the same sketches from the same seed
 
 
+def test_parts_that_were_converted_by_themselves_are_not_saved_as_the_whole(tmp_path):
+    model = tiny_model("llama")
+    convert(model.model.layers[0])
+    with pytest.raises(ValueError, match=r"got one with model.layers.0.self_attn, which was converted by itself"):
+        save_conversion(model, tmp_path)
+    save_conversion(model.model.layers[0], tmp_path)
+
+
 def test_layers_that_an_example_left_out_stay_left_out(tmp_path):
     model = tiny_model("roberta", dropout=0.0).train()
     fields = {

@@ -122,3 +122,11 @@ def test_checkpointing_is_kept_where_it_is_asked_for_and_named_where_nothing_fit
         ValueError, match=r"memory='100KB' cannot be met.* Activation checkpointing is on: .*\"replace\""
     ):
         train("sft", tmp_path, callback)
+
+
+@pytest.mark.stack
+def test_a_subscript_of_a_trainer_class_does_the_same(tmp_path):
+    trainer = trl_trainer("sft", tmp_path, rmm=RMMConfig(min_rows=4))
+    trainer.train()
+    assert repr(type(trainer)) == "RMMTrainer[SFTTrainer]"
+    assert any("lora_A" in name for name in trainer.rmm.report.converted)

@@ -1,0 +1,60 @@
+"""Leave out the modules that a function of the user's rejects, by their names, as a configuration can be saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from rmm_linear._support.patterns import matches
+from rmm_linear.config import RMMConfig
+
+Filter = Callable[[nn.Module, str], Any]
+
+
+def check_filter(filter: object) -> None:
+    """Check that ``filter`` is None or can be called."""
+    if filter is not None and not callable(filter):
+        raise TypeError(
+            f"filter must be a function of a module and its name, got {filter!r}. "
+            "Use target_modules or exclude_modules for names and patterns."
+        )
+
+
+def without_rejected(
+    config: RMMConfig,
+    filter: Filter,
+    selected: Callable[[RMMConfig], Mapping[str, nn.Module]],
+    names: Mapping[nn.Module, str],
+) -> tuple[RMMConfig, set[str]]:
+    """Exclude the modules that a filter rejects, and those inside of them that are selected then and rejected too.
+
+    selected: Returns the modules that a configuration converts, by name.
+    """
+    answers: dict[str, bool] = {}
+    narrowed, found = config, selected(config)
+    while True:
+        answers |= {name: bool(filter(module, name)) for name, module in found.items() if name not in answers}
+        rejected = [name for name, answer in answers.items() if not answer]
+        if all(answers[name] for name in found):
+            break
+        narrowed = config.replace(exclude_modules=_with_names(config.exclude_modules, rejected, names.values()))
+        found = selected(narrowed)
+    if answers and not found:
+        raise ValueError(
+            f"filter must accept a module that would be converted, and rejects all {len(answers)} "
+            f"({', '.join(list(answers)[:3])}{', ...' if len(answers) > 3 else ''}). It is called as "
+            "filter(module, name), and modules for which it returns False stay exact."
+        )
+    return narrowed, set(rejected)
+
+
+def _with_names(given: str | Any | None, rejected: list[str], names: Collection[str]) -> str | list[str]:
+    """Add names to ``exclude_modules``: as a list, or as a pattern where an entry would match other modules too."""
+    added = set(rejected)
+    if not isinstance(given, str) and not any(name not in added and matches(rejected, name) for name in names):
+        return [*(given or ()), *rejected]
+    before = [given] if isinstance(given, str) else [rf"(?:.*\.)?{re.escape(entry)}" for entry in given or ()]
+    return "|".join([*(f"(?:{one})" for one in before), *map(re.escape, rejected)])
