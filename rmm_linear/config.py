@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rmm_linear._support.patterns import check_pattern
 from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
-from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, did_you_mean, read_names
+from rmm_linear._support.validation import check_fraction, check_integer, did_you_mean, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
 from rmm_linear.packing import CODES, RELATIVE_VARIANCE, WIDTHS, encoded_bytes
