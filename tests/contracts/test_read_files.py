@@ -5,6 +5,7 @@ import copy
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -26,6 +27,7 @@ from glue_finetune.checkpoints import SETTINGS_FILE, check_files, mark_complete,
 from glue_finetune.errors import UserError
 from rmm_linear import RMMConfig, convert, read_sketch_state, save_sketch_state
 from rmm_linear._support.json_files import MOST_BYTES
+from rmm_linear._support.patterns import check_pattern
 from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.integrations.pretrained import PLAN_FILE, convert_as_saved, save_conversion
 from rmm_linear.planning import BlockPlan, PlannedBlock, StoreError, load_plan, open_store, plan_graph
@@ -330,3 +332,64 @@ def test_the_watch_sees_what_is_executed_and_written_elsewhere(tmp_path):
     for action in (lambda: (tmp_path / "x").write_text(""), lambda: os.system("true"), lambda: exec("1")):
         with pytest.raises(AssertionError), watching(tmp_path / "it"):
             action()
+
+
+PIECES = ["a", ".", "[ab]", "(a|aa)", "(a|b)?", "(.*)", "(?=.*a)", "(?:ab)", "^", "$"]
+REPEATS = ["", "", "*", "+", "?", "*?", "{2,}", "{,3}", "{1,40}"]
+ACCEPTED = [
+    r".*decoder.*(SelfAttention|EncDecAttention).*(q|v)$",
+    r"^(?!.*lm_head).*$",
+    r"(.*\.)?layers\.\d+\.(attn|mlp)\..*",
+    r".*\.layers\.\d{1,3}\..*\.(q|k|v|o)_proj.*",
+    r"model\.layers\.(1?\d|2[0-3])\.self_attn\.[qkv]_proj",
+]
+REFUSED = [
+    "(a+)+$",
+    "(a|a)*b",
+    "a?" * 30 + "a" * 30,
+    "a*" * 5 + "b",
+    "(a|aa)" * 30,
+    r"(\d+\.)*q",
+    r"(.*)\1",
+    "(){1000000000}",
+]
+
+
+@pytest.mark.parametrize("pattern", ACCEPTED)
+def test_a_pattern_that_users_write_is_accepted(pattern):
+    assert RMMConfig(target_modules=pattern).target_modules == pattern
+
+
+@pytest.mark.parametrize("pattern", REFUSED)
+def test_a_pattern_that_can_take_forever_is_refused(pattern):
+    message = re.escape(f"got {pattern!r}. Repeat single characters only")
+    for fields in ({"target_modules": pattern}, {"exclude_modules": pattern}, {"overrides": {pattern: {"bits": 8}}}):
+        with pytest.raises(ValueError, match=message):
+            RMMConfig(**fields)
+
+
+def match_in_time(examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from(REPEATS)).map("".join), max_size=8).map("".join))
+    def run(pattern: str) -> None:
+        try:
+            check_pattern("target_modules", pattern)
+        except ValueError:
+            return
+        for name in ("a" * 63 + "!", "ab" * 31 + "!!", "a" * 64):
+            began = time.process_time()
+            re.fullmatch(pattern, name)
+            assert time.process_time() - began < 1  # twenty times what the count of ways allows
+
+    run()
+
+
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+def test_an_accepted_pattern_takes_a_bounded_time():
+    match_in_time(200)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+def test_many_accepted_patterns_take_a_bounded_time():
+    match_in_time(5_000)
