@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from glue_finetune.arguments import GlueTrainingArguments, differences
 from glue_finetune.errors import UserError, one_line
 from rmm_linear._support.files import digest, write_text
-from rmm_linear._support.json_files import read_json
+from rmm_linear._support.json_files import read_json, shortened
 
 RESULTS_FILE, VARIANCE_FILE = "results.json", "variance.csv"
 SETTINGS_FILE = "glue_settings.json"
@@ -145,7 +145,7 @@ def _read_marker(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 def _damaged(path: Path, said: str) -> UserError:
     return UserError(
-        f"{path} is damaged ({said}). Remove this checkpoint to go on from an earlier one, or start from scratch with "
+        f"{shortened(str(path))} is damaged ({shortened(said)}). Remove this checkpoint to go on from an earlier one, or start from scratch with "
         "--overwrite_output_dir."
     )
 

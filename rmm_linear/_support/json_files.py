@@ -39,9 +39,12 @@ def naming_file(path: str | os.PathLike[str], what: str = "", remedy: str = "") 
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         said = str(error) if isinstance(error, ValueError | TypeError) else repr(error)
-        if len(said) > _SHOWN:
-            said = f"{said[: _SHOWN // 2]} ... {said[-_SHOWN // 2 :]}"
-        raise ValueError(f"{os.fspath(path)}{what}: {said}{remedy}") from error
+        raise ValueError(f"{os.fspath(path)}{what}: {shortened(said)}{remedy}") from error
+
+
+def shortened(text: str) -> str:
+    """Return a text without its middle, if it is long."""
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
