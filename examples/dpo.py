@@ -26,6 +26,7 @@ config = DPOConfig(
     args.output_dir,
     max_length=192,
     learning_rate=1e-3,
+    per_device_train_batch_size=4,
     max_steps=args.max_steps,
     logging_steps=5,
     report_to="none",

@@ -43,4 +43,6 @@ for step in range(args.max_steps):
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step + 1}: loss {loss.item():.3f}, {batch['input_ids'].shape[1]} tokens, peak {highest.bytes / 1e6:.0f} MB")
+    print(
+        f"step {step + 1}: loss {loss.item():.3f}, {batch['input_ids'].shape[1]} tokens, peak {highest.bytes / 1e6:.0f} MB"
+    )

@@ -16,7 +16,9 @@ from rmm_linear.integrations.pretrained import save_conversion
 from rmm_linear.integrations.transformers import RMMCallback
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", help="a folder or a name of the hub; default: MiniLM, from a package, in RoBERTa's classes")
+parser.add_argument(
+    "--model", help="a folder or a name of the hub; default: MiniLM, from a package, in RoBERTa's classes"
+)
 parser.add_argument("--task", choices=["cola", "sst2"], help="a task of GLUE; default: are the words in their order?")
 parser.add_argument("--output_dir", default="out/examples/roberta_glue")
 parser.add_argument("--max_steps", type=int, default=40)
@@ -26,7 +28,9 @@ name = args.model or small.minilm()
 model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
 tokenizer = AutoTokenizer.from_pretrained(name)
 data = load_dataset("nyu-mll/glue", args.task) if args.task else small.sentences()
-rows = {part: data[part].map(lambda row: tokenizer(row["sentence"], truncation=True)) for part in ("train", "validation")}
+rows = {
+    part: data[part].map(lambda row: tokenizer(row["sentence"], truncation=True)) for part in ("train", "validation")
+}
 
 trainer = Trainer(
     model,

