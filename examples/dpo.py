@@ -1,4 +1,4 @@
-"""Train a language model on preferences by TRL's DPOTrainer, within a share of the memory that exact training takes.
+"""Train a language model on preferences by TRL's DPOTrainer, its activations compressed.
 
 python examples/dpo.py                                                         a small model on Python's manual
 python examples/dpo.py --model Qwen/Qwen3-0.6B --data trl-lib/ultrafeedback_binarized     real ones, from the hub
@@ -25,7 +25,7 @@ args = parser.parse_args()
 config = DPOConfig(
     args.output_dir,
     max_length=192,
-    learning_rate=1e-3,
+    learning_rate=1e-5 if args.model else 1e-2,
     per_device_train_batch_size=4,
     max_steps=args.max_steps,
     logging_steps=5,

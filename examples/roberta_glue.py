@@ -1,7 +1,9 @@
 """Fine-tune RoBERTa on a task of GLUE with transformers' Trainer, compressed, and save model and conversion.
 
 python examples/roberta_glue.py                                    MiniLM on sentences of Python's manual
-python examples/roberta_glue.py --model roberta-base --task cola   real ones, from the hub; python -m glue_finetune has all tasks
+python examples/roberta_glue.py --model roberta-base --task cola   real ones, from the hub
+
+``python -m glue_finetune`` has all tasks, and what the paper does.
 """
 
 import argparse
@@ -16,12 +18,10 @@ from rmm_linear.integrations.pretrained import save_conversion
 from rmm_linear.integrations.transformers import RMMCallback
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument(
-    "--model", help="a folder or a name of the hub; default: MiniLM, from a package, in RoBERTa's classes"
-)
+parser.add_argument("--model", help="a folder or a name of the hub; default: MiniLM, in RoBERTa's classes")
 parser.add_argument("--task", choices=["cola", "sst2"], help="a task of GLUE; default: are the words in their order?")
 parser.add_argument("--output_dir", default="out/examples/roberta_glue")
-parser.add_argument("--max_steps", type=int, default=40)
+parser.add_argument("--max_steps", type=int, default=25)
 args = parser.parse_args()
 
 name = args.model or small.minilm()
@@ -38,12 +38,12 @@ trainer = Trainer(
         args.output_dir,
         max_steps=args.max_steps,
         per_device_train_batch_size=32,
-        learning_rate=1e-4,
-        logging_steps=10,
+        learning_rate=2e-4,
+        logging_steps=5,
         report_to="none",
     ),
-    train_dataset=rows["train"],
-    eval_dataset=rows["validation"],
+    train_dataset=train,
+    eval_dataset=dev,
     processing_class=tokenizer,
     compute_metrics=lambda found: {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))},
     callbacks=[RMMCallback(convert=RMMConfig())],

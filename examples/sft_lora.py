@@ -27,7 +27,7 @@ config = SFTConfig(
     args.output_dir,
     max_length=256,
     packing=True,  # no padding: rows are filled with whole texts
-    learning_rate=1e-3,
+    learning_rate=1e-4 if args.model else 1e-2,
     per_device_train_batch_size=4,
     max_steps=args.max_steps,
     logging_steps=5,

@@ -15,14 +15,14 @@ import rmm_linear
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a folder or a name of the hub; default: a small model with random weights")
-parser.add_argument("--max_steps", type=int, default=100)
+parser.add_argument("--max_steps", type=int, default=60)
 args = parser.parse_args()
 
 torch.manual_seed(0)
 if args.model:
     model = AutoModelForImageClassification.from_pretrained(args.model, num_labels=10, ignore_mismatched_sizes=True)
 else:
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=10, **sizes))
 model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
 
@@ -34,14 +34,14 @@ batch = {"pixel_values": images[:32].to(model.device), "labels": labels[:32].to(
 report = rmm_linear.convert(model, example=batch)
 print(report.summary(), report.memory.line(), sep="\n")
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 if args.model is None else 5e-5)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if args.model is None else 5e-5)
 for step in range(args.max_steps):
     rows = torch.randint(0, 1500, (64,))
     loss = model(images[rows].to(model.device), labels=labels[rows].to(model.device)).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if step % 20 == 19:
+    if step % 10 == 9:
         print(f"step {step + 1}: loss {loss.item():.3f}")
 
 rmm_linear.revert(model.eval())  # exact again, with the trained weights
