@@ -28,9 +28,7 @@ name = args.model or small.minilm()
 model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=2)
 tokenizer = AutoTokenizer.from_pretrained(name)
 data = load_dataset("nyu-mll/glue", args.task) if args.task else small.sentences()
-rows = {
-    part: data[part].map(lambda row: tokenizer(row["sentence"], truncation=True)) for part in ("train", "validation")
-}
+train, dev = (data[part].map(lambda row: tokenizer(row["sentence"])) for part in ("train", "validation"))
 
 trainer = Trainer(
     model,
