@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -72,7 +72,7 @@ def _lengths(repetitions: int) -> int:
     return math.comb(_LENGTH + repetitions, repetitions)
 
 
-def _ways(items: Iterable[tuple[Any, Any]]) -> tuple[float, int]:
+def _ways(items: Any) -> tuple[float, int]:
     """Count the ways of a part of a pattern: alternatives, infinite where nothing bounds them, and repetitions."""
     alternatives, repetitions = 1.0, 0
     for operator, value in items:

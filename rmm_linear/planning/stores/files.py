@@ -150,7 +150,7 @@ def _read_header(file: Any) -> dict[str, Any]:
 
 
 def _entries(header: dict[str, Any]) -> list[tuple[torch.dtype, list[int]]]:
-    entries = [(vars(torch).get(dtype), shape) for dtype, shape in json.loads(header["__metadata__"]["layout"])]
+    entries: Any = [(vars(torch).get(dtype), shape) for dtype, shape in json.loads(header["__metadata__"]["layout"])]
     if not all(isinstance(dtype, torch.dtype) and len(shape) <= _MOST_DIMENSIONS for dtype, shape in entries):
         raise ValueError("its layout is not one of tensors")
     return entries
