@@ -145,8 +145,8 @@ def _read_marker(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 def _damaged(path: Path, said: str) -> UserError:
     return UserError(
-        f"{shortened(str(path))} is damaged ({shortened(said)}). Remove this checkpoint to go on from an earlier one, or "
-        "start from scratch with --overwrite_output_dir."
+        f"{shortened(str(path))} is damaged ({shortened(said)}). Remove this checkpoint to go on from an earlier one, "
+        "or start from scratch with --overwrite_output_dir."
     )
 
 

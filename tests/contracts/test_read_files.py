@@ -3,6 +3,7 @@ be used; nothing is executed, nothing is written elsewhere, and the model stays 
 
 import copy
 import functools
+import hashlib
 import json
 import os
 import re
@@ -20,12 +21,13 @@ import torch
 from helpers import Mlp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from state_helpers import WTA, learned
+from safetensors.torch import load, save
+from state_helpers import content, learned
 from torch import nn
 
 from glue_finetune.checkpoints import SETTINGS_FILE, check_files, mark_complete, read_settings
 from glue_finetune.errors import UserError
-from rmm_linear import RMMConfig, convert, read_sketch_state, save_sketch_state
+from rmm_linear import RMMConfig, read_sketch_state, save_sketch_state
 from rmm_linear._support.json_files import MOST_BYTES
 from rmm_linear._support.patterns import check_pattern
 from rmm_linear.conversion.exact import converted_modules
@@ -57,10 +59,13 @@ def restore(folder: Path) -> None:
 
 
 def restore_state(folder: Path) -> None:
-    """A state of the model that it was saved of; what it knew stays if the file is wrong."""
-    model = Mlp()
-    convert(model, **WTA)
-    read_sketch_state(model, folder / "state.json")
+    model = learned()
+    before = content(model)
+    try:
+        read_sketch_state(model, folder / "state.json")
+    except ValueError:
+        assert content(model) == before
+        raise
 
 
 def apply_plan(folder: Path) -> None:
@@ -180,8 +185,8 @@ def check(name: str, folder: Path, change: Callable[[Path], Any]) -> bool:
     kind = KINDS[name]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    for file, content in whole(name).items():
-        (folder / file).write_bytes(content)
+    for file, own in whole(name).items():
+        (folder / file).write_bytes(own)
     (path,) = folder.glob(kind.name)
     change(path)
     began, said = time.process_time(), None
@@ -243,10 +248,10 @@ def changed_bytes(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def fuzz(name: str, folder: Path, examples: int) -> None:
-    content = next(text for file, text in whole(name).items() if Path(file).match(KINDS[name].name))
-    strategy = changed_bytes(content)
+    own = next(text for file, text in whole(name).items() if Path(file).match(KINDS[name].name))
+    strategy = changed_bytes(own)
     if KINDS[name].name.endswith(".json"):
-        strategy = changed_json(json.loads(content)).map(str.encode) | strategy
+        strategy = changed_json(json.loads(own)).map(str.encode) | strategy
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(strategy)
@@ -311,8 +316,8 @@ def test_a_pickle_that_executes_is_not_read(tmp_path):
 
 def test_a_checkpoint_that_names_other_folders_is_refused(tmp_path):
     for name in ("/etc/passwd", "../../x", "/dev/zero"):
-        content = {"settings": {}, "sha256": {name: "0" * 64}}
-        assert not check("checkpoint", tmp_path / "it", lambda path, it=content: path.write_text(json.dumps(it)))
+        text = json.dumps({"settings": {}, "sha256": {name: "0" * 64}})
+        assert not check("checkpoint", tmp_path / "it", lambda path, text=text: path.write_text(text))
 
 
 def test_links_in_a_folder_do_not_lead_what_is_written_out_of_it(tmp_path):
@@ -332,6 +337,51 @@ def test_the_watch_sees_what_is_executed_and_written_elsewhere(tmp_path):
     for action in (lambda: (tmp_path / "x").write_text(""), lambda: os.system("true"), lambda: exec("1")):
         with pytest.raises(AssertionError), watching(tmp_path / "it"):
             action()
+
+
+def forged(folder: Path, tensors: dict[str, torch.Tensor] | bytes) -> None:
+    """Replace the tensors of a conversion, with the digest that they have."""
+    (path,) = folder.glob("*.safetensors")
+    path.unlink()
+    data = tensors if isinstance(tensors, bytes) else save(tensors)
+    found = hashlib.sha256(data).hexdigest()
+    (folder / f"rmm_config.json.{found[:16]}.safetensors").write_bytes(data)
+    settings = json.loads((folder / "rmm_config.json").read_text())
+    settings["sketch_state"]["tensors_sha256"] = found
+    (folder / "rmm_config.json").write_text(json.dumps(settings))
+
+
+VALUES = [0.0, -1.0, float("nan"), float("inf"), 1e38]
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 10, 257]), max_size=3)
+TENSORS = st.builds(
+    lambda shape, dtype, value: torch.full(shape, value if dtype.is_floating_point else 1, dtype=dtype),
+    SHAPES,
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]),
+    st.sampled_from(VALUES),
+)
+
+
+def forge(folder: Path, examples: int) -> None:
+    """Tensors of other types, sizes, names and values, and bytes that are none."""
+    (own,) = [text for name, text in whole("tensors").items() if name.endswith(".safetensors")]
+    names = st.sampled_from([*load(own), "first:cache", "other:unit", ":", "first:directions"])
+    changed = st.dictionaries(names, TENSORS, max_size=2).map(lambda some: {**load(own), **some})
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(changed | changed_bytes(own) | st.dictionaries(names, TENSORS))
+    def run(tensors: Any) -> None:
+        check("tensors", folder, lambda path: forged(folder, tensors))
+
+    run()
+
+
+def test_tensors_of_others_with_their_digest_are_read_or_named(tmp_path):
+    forge(tmp_path / "it", 20)
+
+
+@pytest.mark.thorough
+def test_thousands_of_tensors_of_others_are_read_or_named(tmp_path):
+    forge(tmp_path / "it", 3000)
 
 
 PIECES = ["a", ".", "[ab]", "(a|aa)", "(a|b)?", "(.*)", "(?=.*a)", "(?:ab)", "^", "$"]
