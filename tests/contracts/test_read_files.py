@@ -264,7 +264,7 @@ def fuzz(name: str, folder: Path, examples: int) -> None:
 @pytest.mark.filterwarnings("ignore:Possible nested set|Ignoring|Generating overly large repr")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_changed_at_random_is_read_or_named(name, tmp_path):
-    fuzz(name, tmp_path / "it", 20)
+    fuzz(name, tmp_path / "it", 10)
 
 
 @pytest.mark.thorough
@@ -376,7 +376,7 @@ def forge(folder: Path, examples: int) -> None:
 
 
 def test_tensors_of_others_with_their_digest_are_read_or_named(tmp_path):
-    forge(tmp_path / "it", 20)
+    forge(tmp_path / "it", 10)
 
 
 @pytest.mark.thorough
@@ -436,7 +436,7 @@ def match_in_time(examples: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:Possible nested set")
 def test_an_accepted_pattern_takes_a_bounded_time():
-    match_in_time(200)
+    match_in_time(100)
 
 
 @pytest.mark.thorough

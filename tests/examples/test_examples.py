@@ -1,8 +1,7 @@
 """The examples run as they are, with few steps: they print what is saved, train, and leave what they name."""
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,19 +23,27 @@ EXAMPLES = {
 }
 HEAVY = pytest.mark.stack
 
+pytestmark = pytest.mark.filterwarnings("ignore")
 
-def run(name: str, folder: Path, *flags: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *flags]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs an example in an empty folder, and returns what it prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+    def run(name: str, *flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "vit" else [HEAVY]) for name in EXAMPLES])
-def test_an_example_runs_and_says_what_is_saved(name, tmp_path):
+def test_an_example_runs_and_says_what_is_saved(name, run, tmp_path):
     patterns, most, files = EXAMPLES[name]
-    out = run(name, tmp_path, "--max_steps", "2")
+    out = run(name, "--max_steps", "2")
     for pattern in patterns:
         assert re.search(pattern, out, flags=re.MULTILINE), f"{pattern} in\n{out}"
     if most is not None:
@@ -45,11 +52,11 @@ def test_an_example_runs_and_says_what_is_saved(name, tmp_path):
 
 
 @pytest.mark.stack
-def test_a_model_that_an_example_saved_is_what_another_run_starts_from(tmp_path):
+def test_a_model_that_an_example_saved_is_what_another_run_starts_from(run):
     """As a real one is, by its folder."""
-    run("roberta_glue", tmp_path, "--max_steps", "2")
+    run("roberta_glue", "--max_steps", "2")
     folder = "out/examples/roberta_glue"
-    assert "Accuracy: " in run("roberta_glue", tmp_path, "--max_steps", "2", "--model", folder, "--output_dir", "again")
+    assert "Accuracy: " in run("roberta_glue", "--max_steps", "2", "--model", folder, "--output_dir", "again")
 
 
 def test_all_examples_are_short_and_tested():
