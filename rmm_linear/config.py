@@ -22,6 +22,7 @@ from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 OPERATIONS = ("linear", "activation", "norm", "attention", "dropout", "logits", "experts")
 STATE_KEY = "sketch_state"
 _DEFAULT_MEMORY, _DEFAULT_BITS = 0.1, 3
+_MOST_OVERRIDES = 1000  # each is compared with each name
 # What differs from the default; docs/noise.md has the noise and the bytes of each.
 QUALITIES: dict[str, dict[str, Any]] = {
     "careful": {"bits": 4, "norm_bits": 4, "directions": 16},
@@ -201,6 +202,9 @@ class RMMConfig(SavedSettings):
     def _checked_overrides(self) -> dict[str, dict[str, Any]]:
         if not isinstance(self.overrides, Mapping):
             raise TypeError(f"overrides must map a name pattern to fields, got {type(self.overrides).__name__}.")
+        if len(self.overrides) > _MOST_OVERRIDES:
+            got = f"at most {_MOST_OVERRIDES} patterns, got {len(self.overrides)}"
+            raise ValueError(f"overrides must have {got}. A regular expression stands for many layers.")
         checked: dict[str, dict[str, Any]] = {}
         for pattern, changes in self.overrides.items():
             check_pattern("overrides", pattern)
