@@ -271,7 +271,7 @@ def test_a_file_changed_at_random_is_read_or_named(name, tmp_path):
 @pytest.mark.filterwarnings("ignore:Possible nested set|Ignoring|Generating overly large repr")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_changed_at_random_thousands_of_times(name, tmp_path):
-    fuzz(name, tmp_path / "it", 3000)
+    fuzz(name, tmp_path / "it", 2000)
 
 
 def piped(path: Path) -> None:
@@ -381,7 +381,7 @@ def test_tensors_of_others_with_their_digest_are_read_or_named(tmp_path):
 
 @pytest.mark.thorough
 def test_thousands_of_tensors_of_others_are_read_or_named(tmp_path):
-    forge(tmp_path / "it", 3000)
+    forge(tmp_path / "it", 2000)
 
 
 PIECES = ["a", ".", "[ab]", "(a|aa)", "(a|b)?", "(.*)", "(?=.*a)", "(?:ab)", "^", "$"]
