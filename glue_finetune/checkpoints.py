@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from glue_finetune.arguments import GlueTrainingArguments, differences
 from glue_finetune.errors import UserError, one_line
 from rmm_linear._support.files import digest, write_text
+from rmm_linear._support.json_files import read_json, shortened
 
 RESULTS_FILE, VARIANCE_FILE = "results.json", "variance.csv"
 SETTINGS_FILE = "glue_settings.json"
@@ -113,12 +114,13 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 def check_files(checkpoint: Path) -> None:
     """Compare all files of a complete checkpoint with what was written; a UserError if one is missing or damaged."""
     for name, expected in _read_marker(checkpoint)["sha256"].items():
+        path = checkpoint / name
         try:
-            found = digest(checkpoint / name)
+            found = digest(path) if path.is_file() else None
         except OSError as error:
-            raise _damaged(checkpoint / name, error.strerror or one_line(error)) from error
-        if found != expected:
-            raise _damaged(checkpoint / name, "it is not as it was written")
+            raise _damaged(path, error.strerror or one_line(error)) from error
+        if found is None or found != expected:
+            raise _damaged(path, "it is no file" if found is None else "it is not as it was written")
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
@@ -130,18 +132,21 @@ def remove_checkpoint(checkpoint: Path) -> None:
 def _read_marker(checkpoint: Path) -> dict[str, dict[str, Any]]:
     path = checkpoint / SETTINGS_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
         raise _damaged(path, (isinstance(error, OSError) and error.strerror) or one_line(error)) from error
     if not (isinstance(content, dict) and all(isinstance(content.get(k), dict) for k in ("settings", "sha256"))):
         raise _damaged(path, "it has no settings and digests")
+    for name in content["sha256"]:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise _damaged(path, f"it names {name!r}, which is not in the checkpoint")
     return content
 
 
 def _damaged(path: Path, said: str) -> UserError:
     return UserError(
-        f"{path} is damaged ({said}). Remove this checkpoint to go on from an earlier one, or start from scratch with "
-        "--overwrite_output_dir."
+        f"{shortened(str(path))} is damaged ({shortened(said)}). Remove this checkpoint to go on from an earlier one, "
+        "or start from scratch with --overwrite_output_dir."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -55,6 +54,7 @@ from glue_finetune.trainer import (
 )
 from rmm_linear import ConversionReport, RMMConfig, convert
 from rmm_linear._support import provenance
+from rmm_linear._support.json_files import read_json
 from rmm_linear.estimators import IndexedDataset, with_sample_index
 from rmm_linear.integrations.fit_settings import share_or_size
 from rmm_linear.integrations.fit_training import ENTRY, FitCallback
@@ -288,6 +288,7 @@ def make_results(
 def read_results(folder: Path) -> dict[str, Any] | None:
     """Return the content of the results.json in a run's output_dir; None if there is none that can be read."""
     try:
-        return json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError):
+        found = read_json(folder / RESULTS_FILE)
+    except (OSError, ValueError):
         return None
+    return found if isinstance(found, dict) else None

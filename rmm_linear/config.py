@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rmm_linear._support.patterns import check_pattern
 from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
-from rmm_linear._support.validation import check_fraction, check_integer, check_pattern, did_you_mean, read_names
+from rmm_linear._support.validation import check_fraction, check_integer, did_you_mean, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
 from rmm_linear.packing import CODES, RELATIVE_VARIANCE, WIDTHS, encoded_bytes
@@ -23,6 +24,7 @@ OPERATIONS = ("linear", "activation", "norm", "attention", "dropout", "logits", 
 STATE_KEY = "sketch_state"
 QUANTIZER, QUANT_METHOD = "quantizer", "rmm"
 _DEFAULT_MEMORY, _DEFAULT_BITS = 0.1, 3
+_MOST_OVERRIDES = 1000  # each is compared with each name
 # What differs from the default; docs/noise.md has the noise and the bytes of each.
 QUALITIES: dict[str, dict[str, Any]] = {
     "careful": {"bits": 4, "norm_bits": 4, "directions": 16},
@@ -214,6 +216,9 @@ class RMMConfig(SavedSettings):
     def _checked_overrides(self) -> dict[str, dict[str, Any]]:
         if not isinstance(self.overrides, Mapping):
             raise TypeError(f"overrides must map a name pattern to fields, got {type(self.overrides).__name__}.")
+        if len(self.overrides) > _MOST_OVERRIDES:
+            got = f"at most {_MOST_OVERRIDES} patterns, got {len(self.overrides)}"
+            raise ValueError(f"overrides must have {got}. A regular expression stands for many layers.")
         checked: dict[str, dict[str, Any]] = {}
         for pattern, changes in self.overrides.items():
             check_pattern("overrides", pattern)

@@ -95,6 +95,7 @@ def test_options_and_their_defaults_are_those_of_the_table_and_docs_name_them():
         ({"checkpointed": "off"}, ValueError, 'checkpointed must be "exact" or "packed", got \'off\''),
         ({"overrides": [("query", {})]}, TypeError, "overrides must map a name pattern to fields, got list"),
         ({"overrides": {"query": 0.5}}, TypeError, r"overrides\['query'\] must map field names to values, got 0.5"),
+        ({"overrides": {str(i): {} for i in range(1001)}}, ValueError, "at most 1000 patterns, got 1001. A regular"),
         ({"overrides": {"(": {}}}, ValueError, "overrides must be a valid regular expression"),
         ({"overrides": {"query": {"ratios": 1}}}, ValueError, r"overrides\['query'\] may change .*; got ratios"),
         ({"overrides": {"query": {"operations": ["norm"]}}}, ValueError, "may change .*; got operations"),

@@ -13,7 +13,7 @@ from rmm_linear import convert
 from rmm_linear.integrations.pretrained import save_conversion
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("rmm_linear", "glue_finetune", "kernels", "benchmarks", "notebooks")
+FOLDERS = ("rmm_linear", "glue_finetune", "kernels", "benchmarks", "notebooks", "examples")
 SOURCES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 
 # Modules whose formats hold code, whatever is imported from them.

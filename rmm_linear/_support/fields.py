@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
@@ -12,6 +13,7 @@ from rmm_linear._support.validation import did_you_mean
 
 Read = TypeVar("Read")
 _MOST = 2**63  # of whole numbers: bytes, steps
+_hints = functools.cache(get_type_hints)
 
 
 def read_fields(kind: type[Read], values: object, where: str = "") -> Read:
@@ -19,7 +21,7 @@ def read_fields(kind: type[Read], values: object, where: str = "") -> Read:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where or kind.__name__} must map field names to values, got {values!r}")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
-    place, hints = f"{where}." if where else "", get_type_hints(kind)
+    place, hints = f"{where}." if where else "", _hints(kind)
     for name in values:
         if name not in fields:
             raise ValueError(f"{place}{name} is no field of {', '.join(fields)}.{did_you_mean(name, fields)}")

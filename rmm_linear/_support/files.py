@@ -15,6 +15,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
+        temporary.unlink(missing_ok=True)  # a link that came with the folder would lead out of it
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())

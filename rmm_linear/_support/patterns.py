@@ -1,9 +1,30 @@
-"""Match the names of modules with patterns by PEFT's rule."""
+"""Match the names of modules with patterns by PEFT's rule, in bounded time.
+
+Python tries the ways of a pattern one after another until one matches, and a repeated group has exponentially many:
+``(a+)+$`` takes seconds for one name of 25 letters that it does not match. Patterns come from files too, so they are
+refused if a name could take more than a few million ways. Repetitions of single characters, whose lengths add up to
+at most the name's, have (L + s choose s) of them for s repetitions and L characters; alternatives and what is optional
+multiply them.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Sequence
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    from re import _parser as parser  # pyright: ignore[reportAttributeAccessIssue]
+else:
+    import sre_parse as parser
+
+MOST_CHARACTERS = 2000  # of a pattern
+_MOST_WAYS = 3_000_000  # 50 ms for a name
+_LENGTH = 64  # of a name
+_FEW = 8  # lengths of a repetition that count as alternatives
+_ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
 
 
 def matches(patterns: str | Sequence[str], name: str) -> bool:
@@ -16,3 +37,69 @@ def matches(patterns: str | Sequence[str], name: str) -> bool:
     if isinstance(patterns, str):
         return re.fullmatch(patterns, name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in patterns)
+
+
+def check_pattern(name: str, pattern: object) -> None:
+    r"""Raise unless a value is a regular expression that takes a bounded time for every name.
+
+    Example:
+        >>> check_pattern("target_modules", r".*\.layers\.\d+\..*(q|k|v)_proj")
+        >>> check_pattern("target_modules", "(a+)+$")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: target_modules must match every name in bounded time, got '(a+)+$'. Repeat single characters only...
+    """
+    if not isinstance(pattern, str):
+        raise TypeError(f"{name} must be made of strings, got {pattern!r}.")
+    if len(pattern) > MOST_CHARACTERS:
+        raise ValueError(
+            f"{name} must have patterns of at most {MOST_CHARACTERS} characters, got one of {len(pattern)} that begins "
+            f"with {pattern[:40]!r}. Give a list of names."
+        )
+    try:
+        re.compile(pattern)
+        alternatives, repetitions = _ways(parser.parse(pattern))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{name} must be a valid regular expression, got {pattern!r} ({error}).") from None
+    if alternatives * _lengths(repetitions) > _MOST_WAYS:
+        raise ValueError(
+            f"{name} must match every name in bounded time, got {pattern!r}. Repeat single characters only, "
+            "as .* does, at most four times, no groups, and refer to none; or give names."
+        )
+
+
+def _lengths(repetitions: int) -> int:
+    return math.comb(_LENGTH + repetitions, repetitions)
+
+
+def _ways(items: Any) -> tuple[float, int]:
+    """Count the ways of a part of a pattern: alternatives, infinite where nothing bounds them, and repetitions."""
+    alternatives, repetitions = 1.0, 0
+    for operator, value in items:
+        kind = str(operator)
+        if kind in _ONE_CHARACTER or kind == "AT":
+            continue
+        if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+            few, many = _ways_of_repeat(*value)
+        elif kind == "SUBPATTERN":
+            few, many = _ways(value[-1])
+        elif kind == "BRANCH":
+            parts = [_ways(each) for each in value[1]]
+            few, many = sum(part[0] for part in parts), max(part[1] for part in parts)
+        elif kind in ("ASSERT", "ASSERT_NOT"):
+            few, many = _ways(value[-1])
+            few, many = few * _lengths(many), 0
+        else:  # references to groups, and what later versions add
+            few, many = math.inf, 0
+        alternatives, repetitions = alternatives * few, repetitions + many
+    return alternatives, repetitions
+
+
+def _ways_of_repeat(least: Any, most: Any, items: Any) -> tuple[float, int]:
+    least, most = int(least), int(most)
+    if len(items) == 1 and str(items[0][0]) in _ONE_CHARACTER:
+        return (most - least + 1, 0) if most - least < _FEW else (1, 1)
+    few, many = _ways(items)
+    if most <= 1:
+        return few + 1 - least, many
+    return math.inf, 0

@@ -7,10 +7,10 @@ import json
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from rmm_linear._support.files import write_text
+from rmm_linear._support.json_files import naming_file, read_json
 from rmm_linear._support.validation import did_you_mean, is_newer_version
 
 VERSION_KEY = "rmm_linear_version"
@@ -77,12 +77,10 @@ class SavedSettings:
         """Read settings that :meth:`save` wrote.
 
         Raises:
-            ValueError: If the file has no such settings; the message names the file.
+            ValueError: If the file has no such settings, a key twice, or more than 32 MiB; the message names the file.
         """
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (RecursionError, TypeError, ValueError) as error:  # RecursionError: very deeply nested brackets
-            raise ValueError(f"{os.fspath(path)} is not a valid {cls.__name__}: {error}") from error
+        with naming_file(path, f" is not a valid {cls.__name__}"):
+            return cls.from_dict(read_json(path))
 
 
 def _plain(value: Any) -> Any:

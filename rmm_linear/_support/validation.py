@@ -6,10 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from rmm_linear._support.patterns import check_pattern
+
+_LONGEST_WORD = 100  # the comparison takes the square of it
+
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return a sentence with the known word that is most like another one, or nothing."""
-    near = difflib.get_close_matches(str(word), list(known), n=1)
+    near = difflib.get_close_matches(str(word)[:_LONGEST_WORD], list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
@@ -44,16 +48,6 @@ def read_names(name: str, value: object) -> str | tuple[str, ...]:
             raise ValueError(f"{name} must name at least one layer, got an empty list.")
         return tuple(value)
     raise TypeError(f"{name} must be a regular expression or a list of layer names, got {value!r}.")
-
-
-def check_pattern(name: str, pattern: object) -> None:
-    """Raise unless a value is a regular expression."""
-    if not isinstance(pattern, str):
-        raise TypeError(f"{name} must be made of strings, got {pattern!r}.")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{name} must be a valid regular expression, got {pattern!r} ({error}).") from None
 
 
 def is_newer_version(version: object, than: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rmm_linear._support.files import write_text
+from rmm_linear._support.json_files import naming_file, read_json
 from rmm_linear._version import __version__
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.learned import Learned, read_all
@@ -243,19 +244,15 @@ def read_sketch_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
             names the file. Then nothing changes.
     """
     path = Path(path)
-    try:
-        state: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (RecursionError, ValueError) as error:  # RecursionError: very deeply nested brackets
-        raise ValueError(f"{path}: {error}") from error
+    with naming_file(path):
+        state = read_json(path)
     load_saved_state(model, path, state)
 
 
 def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
     """Load a state that was read from a JSON file, and the tensors next to that file, into a model."""
-    try:
+    with naming_file(path):
         load_sketch_state(model, state, read_tensors(path, state))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:

@@ -67,7 +67,10 @@ def read_tensors(path: Path, content: Any) -> dict[str, Tensor] | None:
     beside = _beside(path, expected)
     if not beside.is_file() or digest(beside) != expected:
         raise ValueError(f"{beside.name} must lie next to it as it was written, and is missing or another file.")
-    return _safetensors().load_file(beside)
+    try:
+        return _safetensors().load_file(beside)
+    except Exception as error:  # safetensors' own is no ValueError
+        raise ValueError(f"{beside.name} must be a safetensors file, got another: {error}") from error
 
 
 def _tensor_files(path: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.files import write_text
+from rmm_linear._support.json_files import read_json
 from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, revert
@@ -136,7 +137,7 @@ def convert_as_saved(
         )
         raise FileNotFoundError(f"{path.parent} must have a conversion, {CONFIG_FILE} or {PLAN_FILE}. {hint}")
     config = RMMConfig.load(path)
-    state = json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
+    state = read_json(path).get(STATE_KEY)
     try:
         report = convert(model, config)
     except ValueError as error:
@@ -149,7 +150,7 @@ def _planned_as_saved(model: nn.Module, path: Path, offload_folder: str | os.Pat
     config = RMMConfig.load(path) if path.is_file() else None
     if config != read_plan(path.parent / PLAN_FILE).config:
         raise ValueError(f"{path} and {PLAN_FILE} next to it must be of one model. Save the conversion again.")
-    state = None if config is None else json.loads(path.read_text(encoding="utf-8")).get(STATE_KEY)
+    state = None if config is None else read_json(path).get(STATE_KEY)
     plan = restore_plan(model, path.parent / PLAN_FILE, offload_folder)
     _load_state(model, path, state)
     return plan.conversion or ConversionReport(RMMConfig())

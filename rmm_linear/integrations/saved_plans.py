@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.json_files import read_json
 from rmm_linear.conversion.names import unwrapped
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.load import load_plan
@@ -34,7 +34,7 @@ def read_plan(path: Path, folder: str | os.PathLike[str] | None = None, *, is_ow
     if not isinstance(plan, BlockPlan):
         raise ValueError(f"{path} must be a plan of blocks, as rmm_linear.fit makes it, got one of a graph.")
     if is_own and folder is None:
-        return replace(plan, folder=json.loads(path.read_text(encoding="utf-8")).get("folder"))
+        return replace(plan, folder=read_json(path).get("folder"))
     return plan
 
 

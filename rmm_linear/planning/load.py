@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from pathlib import Path
 
+from rmm_linear._support.json_files import naming_file, read_json
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.graphs.plan import GraphPlan
 
@@ -28,11 +27,9 @@ def load_plan(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | 
     Raises:
         ValueError: If the file is no plan, or a field of it is missing or wrong.
     """
-    try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+    with naming_file(path, " is no plan", ". Write one with plan.save()."):
+        fields = read_json(path)
         plan = _KINDS[fields.pop("format")].from_dict(fields)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{os.fspath(path)} is no plan ({error!r}). Write one with plan.save().") from error
     if isinstance(plan, BlockPlan):
         return dataclasses.replace(plan, folder=None if folder is None else os.fspath(folder))
     return plan

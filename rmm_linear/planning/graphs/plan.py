@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -216,11 +217,12 @@ class GraphPlan(Plan):
         count, nodes = len(plan.pieces), len(plan.part)
         if {*plan.part} != {*range(count)} or not {*plan.recomputed} <= {*range(count)}:
             raise ValueError(f"part and recomputed must number the {count} pieces, got {plan.recomputed} recomputed")
+        recomputed, sizes = {*plan.recomputed}, Counter(plan.part)
         for number, piece in enumerate(plan.pieces):
             check_least(piece, 0, "saved", "seconds")
-            does = "recompute" if number in plan.recomputed else "keep"
-            if piece.choice != does or piece.nodes != plan.part.count(number):
-                raise ValueError(f"piece {number} must {does} {plan.part.count(number)} nodes, got {piece}")
+            does = "recompute" if number in recomputed else "keep"
+            if piece.choice != does or piece.nodes != sizes[number]:
+                raise ValueError(f"piece {number} must {does} {sizes[number]} nodes, got {piece}")
         if plan.order and sorted(plan.order) != [*range(nodes)]:
             raise ValueError(f"order must have each of the {nodes} nodes once, got {len(plan.order)} numbers")
         return plan

@@ -34,6 +34,7 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _LONGEST_HEADER = 1 << 24  # bytes; a damaged length must not ask for more memory than there is
+_MOST_DIMENSIONS = 64
 
 
 class FileStore:
@@ -149,7 +150,10 @@ def _read_header(file: Any) -> dict[str, Any]:
 
 
 def _entries(header: dict[str, Any]) -> list[tuple[torch.dtype, list[int]]]:
-    return [(getattr(torch, dtype), shape) for dtype, shape in json.loads(header["__metadata__"]["layout"])]
+    entries: Any = [(vars(torch).get(dtype), shape) for dtype, shape in json.loads(header["__metadata__"]["layout"])]
+    if not all(isinstance(dtype, torch.dtype) and len(shape) <= _MOST_DIMENSIONS for dtype, shape in entries):
+        raise ValueError("its layout is not one of tensors")
+    return entries
 
 
 def _made(file: Any, entry: tuple[torch.dtype, list[int]]) -> Tensor:

@@ -82,7 +82,8 @@ def remove_abandoned(parent: Path) -> None:
     """Remove the folders of this host's runs whose process has ended without doing so."""
     for path in parent.glob("rmm-*.lock"):
         with contextlib.suppress(OSError):  # another process is faster, or the file is another user's
-            if _LOCK.fullmatch(path.name) and path.is_file() and path.read_bytes() == _mark():
+            is_lock = _LOCK.fullmatch(path.name) and path.is_file() and path.stat().st_size == len(_mark())
+            if is_lock and path.read_bytes() == _mark():
                 lock = _locked(path)
                 if lock is not None:
                     _remove(path.with_suffix(""), lock, os.getpid())
