@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.progress import reporting
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.context.checkpointing import REPLACE, check_checkpointing, uncheckpointed
 from rmm_linear.conversion.exact import converted_modules
+from rmm_linear.fitting.duration import expect_fit
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
@@ -46,6 +48,7 @@ def fit(
     shards: Shards | None = None,
     accumulate: bool = False,
     checkpointing: str = REPLACE,
+    progress: bool | None = None,
 ) -> FitReport:
     """Make a model train within a memory budget: measure a step, choose for every block, apply it, check it, report.
 
@@ -85,6 +88,8 @@ def fit(
             accumulation, or where ``zero_grad(set_to_none=False)`` leaves them.
         checkpointing: "replace" turns the model's activation checkpointing off, as the plan chooses what is recomputed;
             ``revert`` turns it on again. "keep" plans for the model with it.
+        progress: Whether to say on stderr how far it is, a line per stage, and how long it will take. None: on a
+            terminal, or where the library's logger is at INFO; in the first process only.
 
     Returns:
         The report. Print it.
@@ -103,7 +108,7 @@ def fit(
         (True, True)
     """
     check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example)
-    with uncheckpointed(model, checkpointing) as off, quiet():
+    with reporting("fit", progress), uncheckpointed(model, checkpointing) as off, quiet():
         work = Fitting(
             model, example, None if memory == LEAST else memory,
             optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
@@ -113,6 +118,7 @@ def fit(
         report = work.kept() if is_first and work.is_within(work.exact_peak) else None
         if report is None:
             work.check_floor()
+            expect_fit(work.candidates)
             work.add_options(max_noise)
             if time is not None:
                 report = work.within_time(time)

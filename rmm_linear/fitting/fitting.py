@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.progress import stage
 from rmm_linear._support.sizes import read_bytes, show_bytes
 from rmm_linear.context.checkpointing import REPLACE, is_checkpointed
 from rmm_linear.fitting.link import BANDWIDTH, measured_bandwidth, memory_of_host, read_bandwidth
@@ -188,6 +189,7 @@ class Fitting:
     def within_time(self, time: float) -> FitReport:
         """Find the plan of the least memory that takes no longer than a bound."""
         self._composes()
+        stage("solving")
         options, limit, host = self.proposals.options, (time - 1) * self.candidates.seconds, self.proposals.host
         if not self.candidates.seconds:
             raise ValueError(f"time={time:g} needs blocks whose time can be measured, and no block ran by itself.")
@@ -223,6 +225,7 @@ class Fitting:
         if self.candidates.is_noise_unknown:
             plan = replace(plan, blocks=[replace(block, noise=0.0) for block in plan.blocks])
         plan = replace(plan, memory=0 if self.total is None else self.total - before)
+        stage("checking by a real step" if self.is_real else "applying the plan")
         plan.apply(self.model)
         try:
             after = plan.peak or watch(self.model, self.example, held=self.proposals.held)[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.progress import reporting
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import show_both, show_bytes
 from rmm_linear._support.tables import table
@@ -72,6 +73,7 @@ def max_batch(
     bandwidth: float | str | None = None,
     shards: Shards | None = None,
     checkpointing: str = REPLACE,
+    progress: bool | None = None,
 ) -> LargestBatch:
     """Find the largest batch that fits into memory with a plan, and compare it with what fits without one.
 
@@ -91,6 +93,7 @@ def max_batch(
         bandwidth: As for :func:`rmm_linear.fit`.
         shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
         checkpointing: As for :func:`rmm_linear.fit`.
+        progress: As for :func:`rmm_linear.fit`.
 
     Returns:
         The sizes, and the plan.
@@ -108,7 +111,7 @@ def max_batch(
     """
     check_size(memory)
     check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
-    with uncheckpointed(model, checkpointing), quiet():
+    with reporting("max_batch", progress), uncheckpointed(model, checkpointing), quiet():
         count = max(sequences_of(example), 2)
         sizes = Sizes(partial(resized, example), count // 2, count)
         work = Fitting(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.progress import reporting
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import read_bytes, show_both, show_bytes
 from rmm_linear._support.tables import table
@@ -114,6 +115,7 @@ def max_length(
     shards: Shards | None = None,
     checkpointing: str = REPLACE,
     multiple: int = 64,
+    progress: bool | None = None,
 ) -> LongestSequence:
     """Find the longest sequence that fits into memory with a plan, and compare it with what fits without one.
 
@@ -138,6 +140,7 @@ def max_length(
         shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
         checkpointing: As for :func:`rmm_linear.fit`.
         multiple: Lengths are multiples of it.
+        progress: As for :func:`rmm_linear.fit`.
 
     Returns:
         The lengths, the plan, and what binds: with a table of absolute positions, such as RoBERTa's of 512, these may.
@@ -162,7 +165,7 @@ def max_length(
     most = MOST if positions is None else positions // multiple
     if most < 2:
         raise ValueError(f"multiple must be at most half of the model's {positions} positions, got {multiple}.")
-    with uncheckpointed(model, checkpointing), quiet():
+    with reporting("max_length", progress), uncheckpointed(model, checkpointing), quiet():
         batch, tokens = resized(example, batch_size), length_of(example)
         if not has_memory(model):
             first = min(_FIRST, most * multiple)

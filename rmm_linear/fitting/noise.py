@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rmm_linear._support.progress import counting
 from rmm_linear.conversion.exact import set_aside
 from rmm_linear.memory.inputs import LossOfBatch, call_with, restored, sequences_in
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.measure import BlockCost
-from rmm_linear.planning.blocks.plan import KEEP, RECOMPUTE, BlockPlan, PlannedBlock
+from rmm_linear.planning.blocks.plan import CONVERT, KEEP, RECOMPUTE, BlockPlan, PlannedBlock, label_of
 from rmm_linear.planning.step.step import copied, loss_of
 from rmm_linear.variance.passes import Passes, measuring
 
@@ -61,13 +62,15 @@ def measure_noise(
     """
     try:
         again = [PlannedBlock(block.name, KEEP if block.writes_input else RECOMPUTE) for block in blocks]
-        with restored(model), measuring(model):
+        with restored(model), measuring(model), counting("measuring variance", 1 + len(plans)) as begins:
             wrapped, batch = _as_mapping(model, example)
             passes = Passes(wrapped, batch)
             names = [name.removeprefix(_PREFIX) for name in passes.trained]
+            begins("of the minibatch")
             sgd, exact = _exact(passes, BlockPlan(again).made_for(model))
             found = {}
             for setting, plan in plans.items():
+                begins(label_of(f"{CONVERT} {setting}"))
                 with plan.applied(model):
                     noise = dict(zip(names, _squares(passes, model, exact, draws), strict=True))
                 parameters = dict(model.named_parameters())

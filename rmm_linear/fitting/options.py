@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.progress import counting, stage
 from rmm_linear.fitting.link import SPEED, Link
 from rmm_linear.fitting.noise import Noise, measure_noise
 from rmm_linear.fitting.settings import NARROW, PACK, SETTINGS, SKETCH, Conversions, Setting, converting
@@ -71,20 +72,22 @@ class Candidates:
         self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
         self.is_meta, self.is_composed = not has_memory(self.model), False
         self._waits: dict[tuple[str, str], float] = {}
+        self._begins: Callable[[str], None] = lambda option: None  # says which option is measured
         self.slice = 0  # rows
         self.tiles: dict[str, float] = {}  # by block, the operations of the forward pass of what runs in slices
 
     def add(self, max_noise: float, sampled: Any = None) -> Proposals:
         """Measure every allowed option; a layer's variance ratio, on ``sampled``, may be ``max_noise`` at most."""
-        if RECOMPUTE in self.allow:
-            self._add_recomputation()
-        if SKETCH in self.allow and not self.is_meta:
-            self.conversions.look_at(self.example)
-        settings = self._settings()
-        for setting in settings:
-            self._try(f"{CONVERT} {setting.name}", self._converting(setting))
-        if OFFLOAD in self.allow:
-            self._add_offloading()
+        with counting("measuring options", len(self.singles())) as self._begins:
+            if RECOMPUTE in self.allow:
+                self._add_recomputation()
+            if SKETCH in self.allow and not self.is_meta:
+                self.conversions.look_at(self.example)
+            settings = self._settings()
+            for setting in settings:
+                self._try(f"{CONVERT} {setting.name}", self._converting(setting))
+            if OFFLOAD in self.allow:
+                self._add_offloading()
         if self.is_meta:
             self._add_compositions()
         self._add_times()
@@ -102,8 +105,14 @@ class Candidates:
             self._add_times(known)
         return self.proposals
 
+    def singles(self) -> list[str]:
+        """Name the options of one word that :meth:`add` tries; settings that do the same are found later."""
+        found = self._recomputations() if RECOMPUTE in self.allow else []
+        found += [f"{CONVERT} {setting.name}" for setting in self._there()]
+        return found + ([OFFLOAD] if OFFLOAD in self.allow and not self._lacks_folder() else [])
+
     def _add_compositions(self) -> None:
-        self.is_composed = True
+        self.is_composed, self._begins = True, lambda option: stage(f"measuring {option}")
         there = {word for rows in self.proposals.rows for row in rows for word in row.words}
         if {CONVERT, RECOMPUTE} <= there:
             self._compose(RECOMPUTE, lambda row: row.setting == _COMPOSED)
@@ -156,24 +165,24 @@ class Candidates:
     def _set(self, rows: Iterable[Sequence[PlannedBlock]]) -> None:
         self.proposals = replace(self.proposals, rows=[*rows])
 
+    def _recomputations(self) -> list[str]:
+        is_long = any(block.attention > _LONG * block.flops for block in self.costs.blocks)
+        return [RECOMPUTE, *([ATTENTION] if is_long else []), *([] if self.is_meta else [SELECTIVE, NESTED])]
+
     def _add_recomputation(self) -> None:
-        costs = self.costs.blocks
-        is_long = any(block.attention > _LONG * block.flops for block in costs)
-        choices = [RECOMPUTE, *([ATTENTION] if is_long else [])]
+        choices = self._recomputations()
         if self.is_meta:
             self.notes.append(f"{SELECTIVE} and {NESTED} are left out: their time is not known on the meta device.")
-        else:
-            choices += [SELECTIVE, NESTED]
         try:
             ways = Recomputations(self.model, self.example, self.costs, choices)
             for choice in choices:
+                self._begins(choice)
                 self.proposals = ways.add_to(self.proposals, choice)
         except ValueError as error:
             self.notes.append(f"{RECOMPUTE} is left out. {error}")
 
     def _add_offloading(self) -> None:
-        on_cpu = all(parameter.device.type == "cpu" for parameter in self.model.parameters())
-        self.needs_folder = on_cpu and self.proposals.folder is None
+        self.needs_folder = self._lacks_folder()
         if self.needs_folder:
             self.notes.append(
                 f"{OFFLOAD} is left out: the model is on the CPU, whose memory it would use; give folder=... to write "
@@ -182,14 +191,21 @@ class Candidates:
             return
         self._try(OFFLOAD, [PlannedBlock(block.name, OFFLOAD) for block in self.costs.blocks])
 
-    def _settings(self) -> list[Setting]:
+    def _lacks_folder(self) -> bool:
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self.model.parameters())
+        return on_cpu and self.proposals.folder is None
+
+    def _there(self) -> list[Setting]:
         there = {
             setting.name for name in self.proposals.names for setting in self.conversions.settings(name, self.allow)
         }
-        wanted = {SKETCH, PACK} & {*self.allow}
-        if wanted and not there:
-            self.notes.append(f"{' and '.join(sorted(wanted))}: no module of the model can be converted.")
         return [setting for setting in SETTINGS if setting.name in there]
+
+    def _settings(self) -> list[Setting]:
+        wanted, found = {SKETCH, PACK} & {*self.allow}, self._there()
+        if wanted and not found:
+            self.notes.append(f"{' and '.join(sorted(wanted))}: no module of the model can be converted.")
+        return found
 
     def _converting(self, setting: Setting) -> list[PlannedBlock | None]:
         return converting(
@@ -197,6 +213,7 @@ class Candidates:
         )
 
     def _try(self, option: str, rows: Sequence[PlannedBlock | None]) -> None:
+        self._begins(label_of(option))
         try:
             self.proposals = self.proposals.adding(rows)
         except torch.OutOfMemoryError:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from rmm_linear._support.progress import stage
 from rmm_linear._support.sizes import read_share, show_bytes
+from rmm_linear.fitting.duration import expect_fit
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.measure import measure
@@ -28,6 +30,7 @@ from rmm_linear.planning.step.watch import watch
 MOST = 2**24  # more is taken for "any number"
 _LESS, _ROOM = 1e-6, 1.05  # of a cost, and of the least budget
 _FINE = 1000  # a first guess is off by a thousandth
+_JUDGED = 14  # steps that are simulated for sizes, about
 _TRIES = 8  # of plans, which are solved for every size
 
 Line = Callable[[int], int]
@@ -104,12 +107,17 @@ class SizeSearch:
         again = BlockPlan(
             [PlannedBlock(one.name, KEEP if one.writes_input else RECOMPUTE) for one in work.costs.blocks]
         ).made_for(work.model)
+        stage("searching exactly")
         exact, plain = self._largest(partial(self._judged, plain), self._exact)
         if exact == self.sizes.most and KEEP in work.allow:
             return self._found(exact, exact, exact, plain)
+        options = len(work.candidates.singles())
+        expect_fit(work.candidates, again=options + _JUDGED, larger=_JUDGED * exact / self.sizes.large)
         work.add_options(max_noise, sampled)
+        stage("measuring options again, in a smaller batch")
         smaller = replace(work.proposals, example=self.sizes.batch(self.sizes.small), costs=self.costs, peaks={})
         lines = _Lines(work.proposals, _again(smaller), self.sizes)
+        stage("searching with every block recomputed")
         try:
             checkpointed, again = self._largest(
                 partial(self._judged, again), partial(lines.least, only=RECOMPUTE), at_least=max(exact, 1)
@@ -117,6 +125,7 @@ class SizeSearch:
         except RuntimeError as error:
             checkpointed = 0
             notes.append(f"Not every block can be recomputed. {error}")
+        stage("searching with plans")
         size, plan = self._largest(partial(self._solved, lines), lines.least, lines.fits, tries=_TRIES)
         for _ in range(_TRIES):  # until a step of all blocks fits too
             last = None if plan is None else self._judged(plan, size, is_last=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from rmm_linear._support.progress import counting
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.planning.blocks.find import alike
 from rmm_linear.planning.blocks.plan import CONVERT, BlockPlan, PlannedBlock
@@ -65,8 +66,9 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
     for name in options:
         kinds.setdefault(f"{alike(model, name)} {_shapes(calls.get(name))} {_names(options[name])}", []).append(name)
     found: dict[str, dict[str, Seconds]] = {}
-    with as_in_training(model):
+    with as_in_training(model), counting("timing options", len(kinds)) as begins:
         for names in kinds.values():
+            begins(names[0])
             call = calls.get(names[0])
             seconds = {"": Seconds(0.0, 0.0)} if call is None else _rounds(model, call, options[names[0]], make)
             found |= dict.fromkeys(names, seconds)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.progress import end_stage, stage
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear.memory.peak import Peak
@@ -21,6 +22,10 @@ from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import Held, watch
 from rmm_linear.planning.step.workspace import Workspace
 from rmm_linear.planning.step.workspace import workspace as measure_workspace
+
+
+# Stages, by whose seconds the time of other steps is estimated.
+SIMULATING, TIMING = "simulating the exact step", "timing forward passes"
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ def measure(
     """
     check_model(model)
     names = find_blocks(model)
+    stage("looking at the blocks")
     seen = observe(model, example, names)
     # What a module saves cannot be told apart from what others save between its calls.
     blocks = [name for name, block in seen.items() if not block.returns]
@@ -145,10 +151,16 @@ def measure(
             "A model is measured block by block, but none of its modules is called by itself, and once, got "
             f"{type(model).__name__}. Put it into a module that calls it, nn.Sequential(model)."
         )
+    stage(SIMULATING)
     peak, live = watch(model, example, held=held)
     random = {owner_of(name, blocks) for name in live.random}
     kept, worst = by_block(live.events, blocks)
-    seconds = time_modules(model, example, blocks) if has_memory(model) else dict.fromkeys(blocks, 0.0)
+    end_stage()
+    seconds = dict.fromkeys(blocks, 0.0)
+    if has_memory(model):
+        stage(TIMING)
+        seconds = time_modules(model, example, blocks)
+    end_stage()
     return Costs(
         tuple(
             BlockCost(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.progress import stage
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear.context.checkpointing import KEEP as KEEP_CHECKPOINTS
 from rmm_linear.memory.peak import Peak
@@ -171,6 +172,7 @@ class Proposals:
         """Make a plan and simulate it."""
         options = tuple(rows[index].option for rows, index in zip(self.rows, chosen, strict=True))
         if options not in self.peaks:
+            stage("simulating a plan")
             with self.plan(chosen, Peak()).applied() as planned:
                 self.peaks[options] = self._watch(planned)[0]
         return self.plan(chosen, self.peaks[options])
@@ -181,6 +183,7 @@ class Proposals:
 
     def search(self, tries: int = _TRIES) -> BlockPlan | None:
         """Find the cheapest plan that fits: the solver's budget falls by its plan's excess, or rises."""
+        stage("solving")
         options = self.options
         low, high, target = least(options, self.host), None, self.budget
         best, least_cost, judged = None, float("inf"), set[tuple[int, ...]]()
@@ -211,6 +214,7 @@ class Proposals:
 
         None if all that are known put more elsewhere than the limit.
         """
+        stage("solving for the least memory")
         options = self.options
         tried = [choose(options, least(options, self.host), self.cost, solver=self.solver, host=self.host)]
         for name in {option.name for block in options for option in block} - {KEEP}:
