@@ -142,11 +142,12 @@ def took(text: str) -> float | None:
     return None if progress is None else progress.took.get(text, [0.0])[-1]
 
 
-def expect(steps: float, seconds: float, *, of: str = "steps' time") -> None:
-    """Say beforehand about how long the whole call takes, in steps of training."""
+def expect(steps: float, seconds: float | None = None, *, of: str = "steps' time", what: str = "") -> None:
+    """Say beforehand about how long a call takes, in steps of training."""
     if (progress := _current.get()) is not None:
         progress.end_stage()
-        progress.line(f"about {float(f'{max(steps, 1):.2g}'):,.0f} {of} in all, {show_seconds(seconds)}")
+        in_all = "" if seconds is None else f" in all, {show_seconds(seconds)}"
+        progress.line(f"{what}about {float(f'{max(steps, 1):.2g}'):,.0f} {of}{in_all}")
 
 
 def show_seconds(seconds: float) -> str:

@@ -39,7 +39,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     batch = batch_for(model, arguments)
     with running(model, is_random=arguments.batch is None), restored(model), torch.no_grad():
         call_with(model, batch)
-    report = fit(model, batch, optimizer=_OPTIMIZERS[arguments.optimizer], **settings)
+    report = fit(model, batch, optimizer=_OPTIMIZERS[arguments.optimizer], progress=arguments.progress, **settings)
     print(report)
     if arguments.save is not None:
         report.plan.save(arguments.save)

@@ -59,6 +59,7 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
         host_memory=arguments.host_memory,
         bandwidth=arguments.bandwidth,
         multiple=arguments.multiple,
+        progress=arguments.progress,
     )
 
 

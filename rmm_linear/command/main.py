@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--folder", metavar="DIR", help="where blocks on a CPU write what they offload")
     _add_host(fit)
+    _add_progress(fit)
     fit.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
     longest = commands.add_parser("longest", help="the longest sequence that fits into memory", description=_LONGEST)
     _add_longest(longest)
@@ -169,6 +170,7 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
         "pack, gradients are exact",
     )
     _add_host(command)
+    _add_progress(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
 
@@ -176,6 +178,12 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
 def _add_host(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host-memory", "--host_memory", metavar="SIZE", help="for what waits on the host")
     command.add_argument("--bandwidth", metavar="RATE", help="of copies to the host, such as 25GB/s")
+
+
+def _add_progress(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="say on stderr how far it is (default: on a terminal)"
+    )
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from rmm_linear._support.progress import expect, took
 from rmm_linear.fitting import noise, times
 from rmm_linear.fitting.options import Candidates
 from rmm_linear.fitting.resize import sequences_of
 from rmm_linear.planning.blocks.find import alike
-from rmm_linear.planning.blocks.measure import SIMULATING, TIMING
+from rmm_linear.planning.blocks.measure import expect_steps, step_seconds
 from rmm_linear.planning.blocks.plan import CONVERT
 
-_FORWARDS = 2  # passes that measure() times
-_STEP = 3.0  # of a forward pass
 _JUDGED = 3.0  # plans that are solved for and simulated
 _OVERHEAD = 0.3  # of a step, in a pass over few of its sequences
 
@@ -21,24 +18,16 @@ def expect_fit(candidates: Candidates, *, again: float = 0.0, larger: float = 0.
 
     ``again``: Further steps that are simulated. ``larger``: Of them that are real where blocks are compressed, in steps.
     """
-    simulated = took(SIMULATING)
-    if simulated is None:
-        return
-    step = _STEP * (took(TIMING) or 0.0) / _FORWARDS
     names = candidates.singles()
     converted = sum(name.startswith(CONVERT) for name in names)
     steps = _JUDGED + again + len(names) * (2 if candidates.is_meta else 1)  # with their compositions
-    if candidates.is_meta:
-        expect(steps, steps * simulated, of="simulated steps")
-        return
-    real = converted + larger + _timed(candidates, len(names), step) + (_noise(candidates, converted) if converted else 0)
-    seconds = steps * simulated + real * step
-    expect(seconds / step, seconds)
+    real = converted + larger + _timed(candidates, len(names)) + (_noise(candidates, converted) if converted else 0)
+    expect_steps(steps, real)
 
 
-def _timed(candidates: Candidates, options: int, step: float) -> float:
+def _timed(candidates: Candidates, options: int) -> float:
     """Return the steps in which a block of each kind is timed with its options."""
-    blocks = candidates.costs.blocks
+    blocks, step = candidates.costs.blocks, step_seconds()
     total = sum(block.seconds for block in blocks) or 1.0
     shares = {alike(candidates.model, block.name): block.seconds / total for block in blocks}
     rounds = times._ROUNDS + times._MORE_ROUNDS / 2
@@ -52,4 +41,4 @@ def _noise(candidates: Candidates, settings: int) -> float:
         passes = min(noise._PASSES, sequences_of(candidates.example))
     except ValueError:  # a function
         return 0.0
-    return _STEP + _OVERHEAD * passes + noise._DRAWS * settings
+    return 3 + _OVERHEAD * passes + noise._DRAWS * settings

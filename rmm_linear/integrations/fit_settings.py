@@ -8,7 +8,7 @@ from typing import Any
 from rmm_linear._support.validation import check_integer, did_you_mean
 from rmm_linear.planning.budget import read_budget
 
-SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth", "length")
+SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth", "length", "progress")
 
 
 def read_fit(fit: object) -> dict[str, Any]:
@@ -41,9 +41,10 @@ def read_fit(fit: object) -> dict[str, Any]:
 
 def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as JSON holds them, to be compared with those of an earlier run."""
+    compared = {name: value for name, value in settings.items() if name != "progress"}
     return {
         name: sorted(map(str, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
-        for name, value in settings.items()
+        for name, value in compared.items()
     }
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.files import replacing
+from rmm_linear._support.progress import reporting, stage
 from rmm_linear.sketches import KINDS
 from rmm_linear.variance.plots import plot_noise_against_memory
 from rmm_linear.variance.survey.batches import load_tensors, load_texts
@@ -45,23 +46,29 @@ def main(argv: list[str] | None = None, prog: str = "python -m rmm_linear.varian
         return fail(f"--plot must be a file in a folder that is there, got {arguments.plot}. Make the folder first.")
     torch.manual_seed(arguments.seed)
     try:
-        if arguments.batch.suffix == ".pt":
-            model, batches = load_tensors(arguments.model, arguments.batch)
-        else:
-            model, batches = load_texts(
-                arguments.model,
-                arguments.batch,
-                batch=arguments.size,
-                steps=arguments.steps,
-                max_length=arguments.max_seq_length,
-            )
-        source = f"{Path(arguments.model).name}, {arguments.batch.name}"
-        print_survey(model, batches, arguments, arguments.plot, source=source)
+        with reporting("variance", arguments.progress):
+            _survey(arguments)
     except IndexError as error:
         return fail(f"a token or label is out of the model's range: {error}")
     except (OSError, ValueError, TypeError, ImportError, RuntimeError) as error:
         return fail(str(error))
     return 0
+
+
+def _survey(arguments: argparse.Namespace) -> None:
+    stage("loading the model and the batches")
+    if arguments.batch.suffix == ".pt":
+        model, batches = load_tensors(arguments.model, arguments.batch)
+    else:
+        model, batches = load_texts(
+            arguments.model,
+            arguments.batch,
+            batch=arguments.size,
+            steps=arguments.steps,
+            max_length=arguments.max_seq_length,
+        )
+    source = f"{Path(arguments.model).name}, {arguments.batch.name}"
+    print_survey(model, batches, arguments, arguments.plot, source=source)
 
 
 def _fail(prog: str, message: str) -> int:
@@ -155,6 +162,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, default=Path("noise.png"), metavar="FILE", help=file)
     parser.add_argument("--size", type=count(1), default=64, help=f"examples per batch of a text file{_DEFAULT}")
     parser.add_argument("--seed", type=int, default=0, help=f"seed of everything{_DEFAULT}")
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, help="say on stderr how far it is (default: on a terminal)"
+    )
     add_arguments(parser)
     return parser
 

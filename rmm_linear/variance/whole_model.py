@@ -17,16 +17,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rmm_linear._support.progress import counting, expect, reporting
 from rmm_linear._support.tables import table
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, exact_but, revert, set_aside
-from rmm_linear.memory.inputs import restored
+from rmm_linear.memory.inputs import restored, sequences_in
 from rmm_linear.variance.passes import Passes, measuring
 
 ALL = "all"
+_OVERHEAD, _CONVERTED = 0.5, 1.5  # of a step: what a pass over one of its sequences adds; a pass of small models
 _NOISELESS = ("dropout", "logits")  # no noise at all, or that of another order of summation
 
 
@@ -136,6 +138,7 @@ def gradient_noise(
     *,
     draws: int = 4,
     by_operation: bool = True,
+    progress: bool | None = None,
 ) -> GradientNoise:
     """Measure the variance that a conversion adds to the gradient of every parameter.
 
@@ -156,6 +159,7 @@ def gradient_noise(
         config: As for :func:`rmm_linear.convert`; None for a converted model.
         draws: How often the gradient is computed with new random numbers.
         by_operation: Whether each operation is measured by itself too.
+        progress: Whether to say on stderr how far it is. None: on a terminal, or where the library's logger is at INFO.
 
     Returns:
         D² and D²_SGD of every parameter. Print it.
@@ -167,26 +171,37 @@ def gradient_noise(
     """
     check_integer("draws", draws)
     passes = Passes(model, batch)
-    with measuring(model), _converted(passes, config), set_aside(model) as contexts:
-        with exact_but(model):
-            sgd, exact = passes.sgd_variance(), passes.gradients()
+    with reporting("gradient_noise", progress), measuring(model), _converted(passes, config) as learning:
         there = {module.rmm_operation for module in converted_modules(model)}
         alone = [one for one in OPERATIONS if one in there and one not in _NOISELESS] or sorted(there)
+        measured = [ALL, *(alone if by_operation and there != {*alone[:1]} else ())]
+        single = 1 + _OVERHEAD * sequences_in(dict(batch))
+        expect(_CONVERTED * (learning + draws * len(measured)) + single + 1, what="variance of the whole gradient: ")
+        with restored(model):
+            for _ in range(learning):
+                passes.gradients()
+        with set_aside(model) as contexts, counting("variance of the whole gradient", 1 + len(measured)) as begins:
+            begins("of the minibatch")
+            with exact_but(model):
+                sgd, exact = passes.sgd_variance(), passes.gradients()
 
-        def squares(operations: Sequence[str]) -> list[dict[str, float]]:
-            """Return ‖ĝ − g‖² of every draw and parameter."""
-            found = list[dict[str, float]]()
-            with exact_but(model, operations):
-                for draw in range(1, draws + 1):
-                    for context in contexts:
-                        context.salt = draw
-                    errors = map(_square, passes.gradients(), exact)
-                    found.append(dict(zip(passes.trained, errors, strict=True)))
-            return found
+            def squares(operations: Sequence[str]) -> list[dict[str, float]]:
+                """Return ‖ĝ − g‖² of every draw and parameter."""
+                found = list[dict[str, float]]()
+                with exact_but(model, operations):
+                    for draw in range(1, draws + 1):
+                        for context in contexts:
+                            context.salt = draw
+                        errors = map(_square, passes.gradients(), exact)
+                        found.append(dict(zip(passes.trained, errors, strict=True)))
+                return found
 
-        by_draw = {ALL: squares(OPERATIONS)}
-        if by_operation:
-            by_draw |= {one: by_draw[ALL] if there == {one} else squares([one]) for one in alone}
+            by_draw = dict[str, list[dict[str, float]]]()
+            for one in measured:
+                begins(f"of {one}")
+                by_draw[one] = squares(OPERATIONS if one == ALL else [one])
+            if by_operation and there == {*alone[:1]}:
+                by_draw[alone[0]] = by_draw[ALL]
     embeddings = {
         parameter for module in model.modules() if isinstance(module, nn.Embedding) for parameter in module.parameters()
     }
@@ -196,17 +211,14 @@ def gradient_noise(
 
 
 @contextmanager
-def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[None]:
-    """Have a model converted inside of the block."""
+def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[int]:
+    """Have a model converted inside of the block; in so many passes it has to learn first."""
     model = passes.model
     modules = converted_modules(model)
     if not modules:
         convert(model, config)
         try:
-            with restored(model):
-                for _ in range(STEPS + 2):
-                    passes.gradients()
-            yield
+            yield STEPS + 2
         finally:
             revert(model)
         return
@@ -220,7 +232,7 @@ def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[None]:
             "gradient_noise needs sketched layers that convert made, got one made by itself. Make it an nn.Linear and "
             "call rmm_linear.convert(model)."
         )
-    yield
+    yield 0
 
 
 def _square(found: Tensor, exact: Tensor) -> float:

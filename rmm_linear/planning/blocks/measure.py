@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.progress import end_stage, stage
+from rmm_linear._support.progress import end_stage, expect, stage, took
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import table
 from rmm_linear.memory.peak import Peak
@@ -19,13 +19,13 @@ from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.graphs.node_costs import NodeCost, measure_nodes
 from rmm_linear.planning.step.follow import FORWARD, Event
 from rmm_linear.planning.step.step import has_memory
-from rmm_linear.planning.step.watch import Held, watch
+from rmm_linear.planning.step.watch import SIMULATING, Held, watch
 from rmm_linear.planning.step.workspace import Workspace
 from rmm_linear.planning.step.workspace import workspace as measure_workspace
 
 
-# Stages, by whose seconds the time of other steps is estimated.
-SIMULATING, TIMING = "simulating the exact step", "timing forward passes"
+TIMING = "timing forward passes"  # a stage by whose seconds, and SIMULATING's, those of other steps are estimated
+_FORWARDS, _STEP = 2, 3.0  # passes; of a forward pass
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,21 @@ def measure(
         measure_nodes(model, example) if nodes else (),
         measure_workspace(model, example) if workspace else None,
     )
+
+
+def step_seconds() -> float:
+    """Return about how long a real step takes; 0 for a model without weights, or where nobody asks."""
+    return _STEP * (took(TIMING) or 0.0) / _FORWARDS
+
+
+def expect_steps(simulated: float, real: float) -> None:
+    """Say how long a call takes that has measured a model, by the steps that will be simulated, and real ones."""
+    each = took(SIMULATING)
+    if each is not None and not (step := step_seconds()):
+        expect(simulated, simulated * each, of="simulated steps")
+    elif each is not None:
+        seconds = simulated * each + real * step
+        expect(seconds / step, seconds)
 
 
 def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:

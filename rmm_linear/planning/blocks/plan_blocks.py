@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.progress import counting, reporting
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear.planning.blocks.find import alike, find_inner
-from rmm_linear.planning.blocks.measure import BlockCost, Costs, measure
+from rmm_linear.planning.blocks.measure import BlockCost, Costs, expect_steps, measure
 from rmm_linear.planning.blocks.plan import KEEP, NESTED, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.timing import cheap_shares, time_modules
@@ -18,6 +19,8 @@ from rmm_linear.planning.budget import LEAST, read_budget
 from rmm_linear.planning.step.flops import by_plain, count_flops
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace
+
+_BESIDES = 6  # steps that are simulated besides those of options
 
 
 def plan_blocks(
@@ -28,6 +31,7 @@ def plan_blocks(
     selective: bool = True,
     nested: bool = True,
     workspace: Workspace | None = None,
+    progress: bool | None = None,
 ) -> BlockPlan:
     """Plan which blocks of a model are recomputed in the backward pass, so that a step fits into a memory budget.
 
@@ -44,6 +48,7 @@ def plan_blocks(
         nested: Whether parts of a block may be recomputed once more while it is recomputed, which takes more time.
         workspace: Bytes that operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it
             counts too; None leaves it out.
+        progress: As for :func:`rmm_linear.fit`.
 
     Returns:
         The plan; ``plan.apply()`` makes the model train by it.
@@ -59,6 +64,13 @@ def plan_blocks(
         >>> plan.predicted <= 0.6 * plan.plain
         True
     """
+    with reporting("plan_blocks", progress):
+        return _planned(model, example, memory, selective=selective, nested=nested, workspace=workspace)
+
+
+def _planned(
+    model: nn.Module, example: Any, memory: int | float | str, *, selective: bool, nested: bool, workspace: Workspace | None
+) -> BlockPlan:
     costs = measure(model, example)
     if workspace:
         costs = replace(costs, peak=watch(model, example, workspace)[0])
@@ -67,9 +79,12 @@ def plan_blocks(
     if costs.peak.bytes <= budget:
         return replace(plans.plan([0] * len(costs.blocks), costs.peak), flops=1.0).made_for(model)
     choices = [RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])]
+    expect_steps(_BESIDES + len(choices), 1 + len(choices) / 3)
     ways = Recomputations(model, example, costs, choices)
-    for choice in choices:
-        plans = ways.add_to(plans, choice)
+    with counting("measuring options", len(choices)) as begins:
+        for choice in choices:
+            begins(choice)
+            plans = ways.add_to(plans, choice)
     best = plans.search() or plans.smallest()
     assert best is not None  # noqa: S101 nothing waits elsewhere
     if memory != LEAST and best.predicted > budget:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from rmm_linear._support.progress import end_stage, expect, reporting, stage, took
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
@@ -16,7 +17,10 @@ from rmm_linear.planning.graphs.plan import METHODS, GraphPlan, fingerprint, pla
 from rmm_linear.planning.graphs.record import graph_costs
 from rmm_linear.planning.graphs.search import Search
 from rmm_linear.planning.step.flops import by_plain
+from rmm_linear.planning.step.watch import SIMULATING
 from rmm_linear.planning.step.workspace import Workspace
+
+_JUDGED = 20.0  # steps that are simulated, or take as long: proposals are looked for meanwhile
 
 
 def plan_graph(
@@ -26,6 +30,7 @@ def plan_graph(
     *,
     method: str = "cuts",
     workspace: Workspace | None = None,
+    progress: bool | None = None,
 ) -> GraphPlan:
     """Plan which pieces of a model's graph are recomputed, so that a step fits into a memory budget.
 
@@ -43,6 +48,7 @@ def plan_graph(
             the lower sets of every node; "kusumoto-exact": over all lower sets, which suits small graphs.
         workspace: Bytes that operators take beyond their results, of :func:`rmm_linear.planning.workspace`, so that it
             counts too; None leaves it out.
+        progress: As for :func:`rmm_linear.fit`.
 
     Returns:
         The plan; ``plan.apply()`` returns the model to train.
@@ -61,8 +67,10 @@ def plan_graph(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.{did_you_mean(method, METHODS)}")
     check_model(model)
-    graph, inputs = capture(model, example)
-    return plan_captured(graph, inputs, memory, method, workspace).made_for(model, workspace)
+    with reporting("plan_graph", progress):
+        stage("capturing the graph")
+        graph, inputs = capture(model, example)
+        return plan_captured(graph, inputs, memory, method, workspace).made_for(model, workspace)
 
 
 def plan_captured(
@@ -73,11 +81,18 @@ def plan_captured(
     workspace: Workspace | None = None,
 ) -> GraphPlan:
     """Plan a captured graph."""
+    stage("measuring its nodes")
     costs = graph_costs(graph, inputs)
+    stage(SIMULATING)
     plain = simulate_graph(costs, graph, workspace).bytes
+    end_stage()
     budget = read_budget(memory, plain)
     search = Search(costs, plain, workspace)
-    for each in () if plain <= budget else (method,) if method != "cuts" else ("cuts", "chen", "kusumoto"):
+    methods = () if plain <= budget else (method,) if method != "cuts" else ("cuts", "chen", "kusumoto")
+    if methods and (seconds := took(SIMULATING)):
+        expect(_JUDGED, _JUDGED * seconds, of="simulated steps")
+    for each in methods:
+        stage(f"proposing by {each}")
         search.propose(each, budget)
     best = search.smallest() if memory == LEAST or plain <= budget else search.best(budget)
     if best is None:

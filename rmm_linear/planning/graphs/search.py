@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from rmm_linear._support.progress import stage
 from rmm_linear.planning.graphs.costs import GraphCosts
 from rmm_linear.planning.graphs.cuts import Cuts
 from rmm_linear.planning.graphs.lower_sets import LowerSets, chen_segments
@@ -86,6 +87,7 @@ class Search:
         """Simulate a proposal, once."""
         key = _key(proposal.parts)
         if key not in self.judged:
+            stage("simulating a proposal")
             run = run_in_pieces(self.costs, *proposal.parts)
             self.judged[key] = simulate_graph(self.costs, run, self.workspace).bytes
         return self.judged[key]

@@ -13,6 +13,7 @@ from rmm_linear.planning.step.step import prepared, runs_on_fakes
 from rmm_linear.planning.step.workspace import Workspace
 
 Held = Callable[[Tensor], int]
+SIMULATING = "simulating the exact step"  # a stage of calls that simulate more steps, whose time it says
 
 
 def watch(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmm_linear._support.progress import counting, expect, reporting
 from rmm_linear._support.tables import table
 from rmm_linear.config import RMMConfig
 from rmm_linear.packing import CODES
@@ -51,6 +52,7 @@ def train_and_record(
     *,
     modules: str | Sequence[str] = "all-linear",
     learning_rate: float = 1e-4,
+    progress: bool | None = None,
 ) -> list[LayerRecord]:
     """Train exactly on all batches but the last one, and record the layers on that.
 
@@ -61,6 +63,7 @@ def train_and_record(
         batches: Training batches.
         modules: Which layers, as ``target_modules`` of :class:`rmm_linear.RMMConfig`.
         learning_rate: Of AdamW.
+        progress: Whether to say on stderr how far it is. None: on a terminal, or where the library's logger is at INFO.
 
     Returns:
         The layers that see tokens on the last batch; heads with one row per sequence stay exact and are left out.
@@ -74,13 +77,17 @@ def train_and_record(
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     records: list[LayerRecord] = []
     seen: list[LayerRecord] = []
-    for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        seen = record_layers(model, batch, modules)
-        records = [record for record in seen if record.samples is not None]
-        if step == len(batches) - 1:
-            break
-        optimizer.step()
+    with reporting("train_and_record", progress):
+        expect(len(batches), what="exact training: ")
+        with counting("training", len(batches)) as begins:
+            for step, batch in enumerate(batches):
+                begins("" if step < len(batches) - 1 else "recording")
+                optimizer.zero_grad()
+                seen = record_layers(model, batch, modules)
+                records = [record for record in seen if record.samples is not None]
+                if step == len(batches) - 1:
+                    break
+                optimizer.step()
     optimizer.zero_grad()
     if not records:
         raise ValueError("Sketches are for layers that see tokens, inputs of three dimensions, and the model has none.")
@@ -103,6 +110,7 @@ def noise_at_memory(
     memories: Sequence[float] = MEMORIES,
     itemsize: int = 2,
     draws: int = 1,
+    progress: bool | None = None,
 ) -> list[MemoryNoise]:
     """Compute the variance ratio D²_sketch / D²_SGD for every layer, kind, width and memory, without padding.
 
@@ -118,28 +126,31 @@ def noise_at_memory(
         memories: Fractions of the input's bytes.
         itemsize: Bytes per element of the input: 4 for float32, 2 for half types.
         draws: As for :func:`rmm_linear.variance.sketch_variance`.
+        progress: As for :func:`train_and_record`.
 
     Returns:
         One entry for each.
     """
     found: list[MemoryNoise] = []
-    for record in records:
-        x, y, name = record.x, record.grad_output, record.name
-        sgd = sgd_variance(x, y, samples=record.samples)
-        for memory in memories:
-            known: dict[tuple[str, float | None], float] = {}
-            for kind, bits in product(kinds, widths):
-                known[kind, bits] = float(_sketch_noise(record, kind, bits, memory, itemsize, draws) / sgd)
-                found.append(MemoryNoise(name, kind, bits or 8 * itemsize, memory, known[kind, bits]))
-            paper = sketch_variance(x, y, kind="gaussian", rows=max(1, round(memory * x.shape[0]))) / sgd
-            found.append(MemoryNoise(name, PAPER, 8 * itemsize, memory, float(paper)))
-            tokens, features = x.shape
-            valid = tokens if record.mask is None else int(record.mask.count_nonzero())
-            bits = RMMConfig(memory=memory).width(features, itemsize, tokens / max(valid, 1))
-            auto = known.get(("countsketch", bits))
-            if auto is None:
-                auto = float(_sketch_noise(record, "countsketch", bits, memory, itemsize, draws) / sgd)
-            found.append(MemoryNoise(name, AUTO, bits or 8 * itemsize, memory, auto))
+    with reporting("noise_at_memory", progress), counting("variance ratios of layers", len(records)) as begins:
+        for record in records:
+            x, y, name = record.x, record.grad_output, record.name
+            begins(name)
+            sgd = sgd_variance(x, y, samples=record.samples)
+            for memory in memories:
+                known: dict[tuple[str, float | None], float] = {}
+                for kind, bits in product(kinds, widths):
+                    known[kind, bits] = float(_sketch_noise(record, kind, bits, memory, itemsize, draws) / sgd)
+                    found.append(MemoryNoise(name, kind, bits or 8 * itemsize, memory, known[kind, bits]))
+                paper = sketch_variance(x, y, kind="gaussian", rows=max(1, round(memory * x.shape[0]))) / sgd
+                found.append(MemoryNoise(name, PAPER, 8 * itemsize, memory, float(paper)))
+                tokens, features = x.shape
+                valid = tokens if record.mask is None else int(record.mask.count_nonzero())
+                bits = RMMConfig(memory=memory).width(features, itemsize, tokens / max(valid, 1))
+                auto = known.get(("countsketch", bits))
+                if auto is None:
+                    auto = float(_sketch_noise(record, "countsketch", bits, memory, itemsize, draws) / sgd)
+                found.append(MemoryNoise(name, AUTO, bits or 8 * itemsize, memory, auto))
     return found
 
 
