@@ -17,6 +17,8 @@ from typing import Any
 
 from rmm_linear._support.distributed import rank
 
+logger = logging.getLogger("rmm_linear")
+
 _APART = 1.0  # seconds between two lines of steps that are counted
 
 
@@ -39,8 +41,8 @@ class Progress:
         self._said = time.perf_counter()
         text = f"{self.name}: {text} · {show_seconds(self._said - self._begin)}"
         with suppress(OSError, ValueError):
-            if "tqdm" in sys.modules:
-                sys.modules["tqdm"].tqdm.write(text, file=self.out)
+            if (tqdm := sys.modules.get("tqdm")) is not None:
+                tqdm.tqdm.write(text, file=self.out)
             else:
                 self.out.write(f"{text}\n")
             self.out.flush()
@@ -99,7 +101,7 @@ def reporting(name: str, progress: bool | None = None) -> Iterator[None]:
     outer, out = _current.get(), sys.stderr
     is_first = rank() == 0 and os.environ.get("RANK", "0") == "0"  # launchers set it before processes are connected
     is_shown = progress is not False and out is not None and is_first
-    if is_shown and (outer is not None or not (progress or _is_wanted(out))):
+    if is_shown and (outer is not None or not (progress or _is_terminal(out) or logger.isEnabledFor(logging.INFO))):
         yield
         return
     found = Progress(name, out) if is_shown else None
@@ -165,15 +167,15 @@ def show_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _is_wanted(out: Any) -> bool:
+def _is_terminal(out: Any) -> bool:
     with suppress(ValueError):  # of a stream that is closed
-        return out.isatty() or logging.getLogger("rmm_linear").isEnabledFor(logging.INFO)
+        return out.isatty()
     return False
 
 
 def _bar(text: str, total: int, out: Any) -> Any:
     """Return a bar of tqdm on a terminal where tqdm is installed, without the thread that watches bars; else None."""
-    if not out.isatty() or os.environ.get("TQDM_DISABLE"):
+    if not _is_terminal(out) or os.environ.get("TQDM_DISABLE"):
         return None
     try:
         from tqdm import tqdm
