@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from rmm_linear.fitting.longest import LongestSequence, max_length
     from rmm_linear.fitting.report import FitReport
     from rmm_linear.fitting.shards import Shards
+    from rmm_linear.integrations.diagnosis import Diagnosis
+    from rmm_linear.integrations.doctor import doctor
     from rmm_linear.layers.function import sketched_linear
     from rmm_linear.layers.linear import RMMLinear
     from rmm_linear.planning.tiles.apply import TileReport, tile
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConversionReport",
     "ConvertedLayer",
+    "Diagnosis",
     "FitReport",
     "LargestBatch",
     "LongestSequence",
@@ -46,6 +49,7 @@ __all__ = [
     "TileReport",
     "__version__",
     "convert",
+    "doctor",
     "fit",
     "load_sketch_state",
     "max_batch",
@@ -63,6 +67,7 @@ __all__ = [
 _MODULES = {
     "ConversionReport": "conversion.report",
     "ConvertedLayer": "conversion.report",
+    "Diagnosis": "integrations.diagnosis",
     "FitReport": "fitting.report",
     "LargestBatch": "fitting.largest",
     "LongestSequence": "fitting.longest",
@@ -72,6 +77,7 @@ _MODULES = {
     "Shards": "fitting.shards",
     "TileReport": "planning.tiles.apply",
     "convert": "conversion.convert",
+    "doctor": "integrations.doctor",
     "fit": "fitting.fit",
     "load_sketch_state": "conversion.state",
     "max_batch": "fitting.largest",

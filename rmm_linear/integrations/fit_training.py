@@ -208,7 +208,7 @@ class FitCallback(TrainerCallback):
     def _replan(self, inputs: Any, before: int, size: int) -> None:
         trainer, old = self._trainer, self._plan
         model: nn.Module = trainer.model
-        example = _example(trainer, model, inputs)  # on all processes, as losses may communicate
+        example = example_of(trainer, model, inputs)  # on all processes, as losses may communicate
         if old is not None:
             peak = from_first(self._tried(example) if trainer.is_world_process_zero() else None, trainer.args.device)
             if peak is not None:
@@ -312,7 +312,7 @@ def _elements(model: Any, inputs: Any) -> int:
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)) or 1
 
 
-def _example(trainer: Any, model: nn.Module, inputs: Any) -> Any:
+def example_of(trainer: Any, model: nn.Module, inputs: Any) -> Any:
     """Return how the Trainer calls the model, if it takes the loss that the model returns, else the Trainer's loss.
 
     The two losses are alike but for rounding where a Trainer scales, or adds up once more: see :func:`is_same_loss`.

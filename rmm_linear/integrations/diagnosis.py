@@ -1,0 +1,174 @@
+"""The page that :func:`rmm_linear.doctor` prints: what fills the memory, what was found, and what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from textwrap import fill
+from typing import Any
+
+from rmm_linear._support.reports import Report
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import table
+from rmm_linear.fitting.static_memory import StaticMemory
+
+_WIDTH, _SHOWN = 100, 6
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of a training process at the peak of a step.
+
+    Attributes:
+        static: Bytes in addition to a step.
+        gradients: Bytes of the gradients that are there at the peak.
+        activations: Bytes of activations and temporary results.
+        moment: Of the peak.
+    """
+
+    static: StaticMemory
+    gradients: int
+    activations: int
+    moment: str
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a step, or of the optimizer's step, if that takes more."""
+        step = self.static.before_step + self.gradients + self.activations
+        return max(step, self.static.in_optimizer_step)
+
+    def parts(self) -> dict[str, int]:
+        """Return the bytes by part; those of the optimizer's step are of its own temporary results."""
+        static = self.static
+        found = {"parameters": static.parameters, "buffers": static.buffers, "optimizer": static.optimizer}
+        found |= {"ddp_buckets": static.ddp_buckets, "gathered": static.gathered}
+        if static.in_optimizer_step >= static.before_step + self.gradients + self.activations:
+            found["gathered"] = 0
+            return found | {"gradients": static.gradients, "activations": static.optimizer_transient}
+        return found | {"gradients": self.gradients, "activations": self.activations}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that decides what training saves.
+
+    Attributes:
+        topic: In a word: "conversion", "checkpointing", "attention", "rows", "what stays", "weights", "noise".
+        text: What was found, and what it means.
+        gain: Bytes by which the peak would fall; 0 where nothing is to be won, or not known.
+        code: What to type, in Python; empty where there is nothing to do.
+    """
+
+    topic: str
+    text: str
+    gain: int = 0
+    code: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Report):
+    """The result of :func:`rmm_linear.doctor`.
+
+    Attributes:
+        model: Its class.
+        weights: A sentence about its parameters: how many, which of them are trained, quantized.
+        batch: A few words about the batch.
+        now: Memory of a step as it is.
+        options: Call to the memory of a step after it: ``convert(model)``, and with activation checkpointing on, the one
+            that keeps it.
+        findings: The largest gain first.
+        saved: Bytes that the whole model saves for the backward pass, exactly and converted, without activation
+            checkpointing; None where they could not be measured.
+        noise: The variance ratio of the whole gradient, converted by default; None where it was not measured.
+        code: What to type, in Python, with the names ``model``, ``batch`` and ``trainer``.
+    """
+
+    model: str
+    weights: str
+    batch: str
+    now: StepMemory
+    options: Mapping[str, StepMemory] = field(default_factory=dict)
+    findings: Sequence[Finding] = ()
+    saved: tuple[int, int] | None = None
+    noise: float | None = None
+    code: str = ""
+
+    def summary(self) -> str:
+        """Return the report's first line.
+
+        Returns:
+            One line of ``key=value`` pairs.
+        """
+        best = min((one.peak for one in self.options.values()), default=self.now.peak)
+        saved = "" if self.saved is None else f" saved={self.saved[1] / max(self.saved[0], 1):.0%}"
+        noise = "" if self.noise is None else f" variance_ratio={self.noise:.2g}"
+        return (
+            f"rmm_linear doctor: peak={_word(self.now.peak)} activations={_word(self.now.parts()['activations'])} "
+            f"converted_peak={_word(best)}{saved}{noise}"
+        )
+
+    def table(self) -> str:
+        """Return all that was found.
+
+        Returns:
+            The report with all findings; ``print`` shows those that matter most.
+        """
+        return self._text(len(self.findings))
+
+    def __str__(self) -> str:
+        return self._text(_SHOWN)
+
+    def _text(self, shown: int) -> str:
+        parts = [
+            self.summary(),
+            f"{_wrapped(f'{self.model}: {self.weights}')}\n{_wrapped(self.batch)}",
+            self._peaks(),
+            "\n".join(
+                _wrapped(f"{number}. {one.topic}: {one.text}", "   ")
+                for number, one in enumerate(self.findings[:shown], 1)
+            ),
+        ]
+        if len(self.findings) > shown:
+            parts.append(f"And {len(self.findings) - shown} more, see .table().")
+        parts.append(f"What to type:\n\n{self.code}")
+        return "\n\n".join(filter(None, parts))
+
+    def _peaks(self) -> str:
+        columns = {"now": self.now, **self.options}
+        rows = [
+            (name.replace("_", " "), *(show_bytes(one.parts()[name]) for one in columns.values()))
+            for name in self.now.parts()
+            if any(one.parts()[name] for one in columns.values())
+        ]
+        peaks = ("peak", *(show_bytes(one.peak) for one in columns.values()))
+        moments = [*dict.fromkeys(one.moment for one in columns.values() if one.moment)][:1]
+        by = "optimizer's step" if self.now.static.in_optimizer_step >= self.now.peak else ", ".join(moments)
+        return f"{table(('at the peak', *columns), [*rows, peaks])}\nThe peak is in the {by}, by simulation."
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"topic": one.topic, "gain": one.gain, "text": one.text, "code": one.code} for one in self.findings]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain JSON types.
+
+        Returns:
+            Its figures, its findings, and what to type.
+        """
+        return {
+            "model": self.model,
+            "peak": self.now.peak,
+            "parts": self.now.parts(),
+            "options": {name: {"peak": one.peak, **one.parts()} for name, one in self.options.items()},
+            "saved": None if self.saved is None else list(self.saved),
+            "noise": self.noise,
+            "findings": self._records(),
+            "code": self.code,
+        }
+
+
+def _word(size: int) -> str:
+    return show_bytes(size).replace(" ", "")
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

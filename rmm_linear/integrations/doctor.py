@@ -1,0 +1,372 @@
+"""Say on one page how a model trains: what fills its memory, what converts, what stays, and what to type.
+
+Everything is measured by what explains and simulates elsewhere: here it is put together, the largest gain first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rmm_linear._support.progress import reporting, stage
+from rmm_linear._support.quiet import quiet
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import pattern_of
+from rmm_linear.context.checkpointing import how_to_turn_off, is_checkpointed, uncheckpointed
+from rmm_linear.conversion.convert import convert
+from rmm_linear.conversion.exact import converted_modules, revert
+from rmm_linear.conversion.explained import explained
+from rmm_linear.conversion.explanation import SHOWN, Explanation
+from rmm_linear.conversion.report import ConversionReport
+from rmm_linear.fitting.static_memory import StaticMemory, static_memory
+from rmm_linear.integrations.diagnosis import Diagnosis, Finding, StepMemory
+from rmm_linear.integrations.trainers import is_trainer, untraced
+from rmm_linear.memory.inputs import check_example, restored, rows_in, sequences_in
+from rmm_linear.memory.quantized import is_of
+from rmm_linear.planning.step.step import has_memory
+from rmm_linear.planning.step.watch import watch
+from rmm_linear.variance.whole_model import gradient_noise
+
+CONVERT, PACKED = "convert(model)", 'convert(model, checkpointed="packed")'
+_CHEAP = {"cpu": 2e11, "cuda": 5e14}  # operations of the passes that measure the noise, which nobody asked for
+_PASSES, _OPERATIONS = 20, 6  # steps; per weight and token
+_SDPA, _EAGER = "sdpa", "eager"
+
+
+def doctor(
+    trainer_or_model: Any, batch: Any = None, *, optimizer: Any = None, noise: bool | None = None,
+    progress: bool | None = None,
+) -> Diagnosis:  # fmt: skip
+    """Say on one page how a model trains: what fills its memory, what compression changes, and what to type.
+
+    The peak of a step is simulated by parts, as the model is and converted; what stays uncompressed is found by
+    :func:`rmm_linear.memory.explain`. Activation checkpointing, attention, experts, rows, and what is trained are looked
+    at. Nothing is trained, and the model and the Trainer stay as they are: weights, modes, random numbers, data,
+    metrics. It takes a few simulated steps and forward passes, and one step that is converted.
+
+    Args:
+        trainer_or_model: A Trainer of transformers or TRL, of which the model, the optimizer and a batch of the training
+            data are taken; or a model that is not converted. Of a model on the meta device, peaks alone are known.
+        batch: A training batch as for :func:`rmm_linear.fit`; of a Trainer, as its data collator returns it.
+        optimizer: As for :func:`rmm_linear.fit`; None is the Trainer's, or none.
+        noise: Whether the variance ratio of the whole gradient is measured, by some twenty passes. None: where that is
+            cheap.
+        progress: As for :func:`rmm_linear.fit`.
+
+    Returns:
+        The page. Print it.
+
+    Raises:
+        TypeError: If the first argument is neither a Trainer nor a model, or a model comes without a batch.
+        ValueError: If the model is converted or has a plan.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+        >>> found = doctor(model, torch.randn(1000, 64))
+        >>> found.options["convert(model)"].peak < 0.7 * found.now.peak
+        True
+    """
+    with reporting("doctor", progress), quiet(), ExitStack() as stack:
+        if is_trainer(trainer_or_model):
+            stage("taking a batch of the training data")
+            given = stack.enter_context(_of_trainer(trainer_or_model, batch, optimizer))
+        elif isinstance(trainer_or_model, nn.Module):
+            _check_plain(trainer_or_model)
+            if batch is None:
+                raise TypeError("doctor needs a training batch with a model: doctor(model, batch).")
+            given = _Patient(trainer_or_model, batch, optimizer)
+        else:
+            got = trainer_or_model if isinstance(trainer_or_model, type) else type(trainer_or_model)
+            raise TypeError(f"doctor takes a Trainer, or a model and a batch, got {got.__name__}.")
+        check_example(given.model, given.example)
+        return _Examination(given).page(noise)
+
+
+@dataclass(frozen=True)
+class _Patient:
+    """A model with what it trains by."""
+
+    model: nn.Module
+    example: Any
+    optimizer: Any
+    accumulate: bool = False
+    is_trainer: bool = False
+
+
+def _check_plain(model: nn.Module) -> None:
+    if converted_modules(model) or any("rmm_plan" in vars(module) for module in model.modules()):
+        raise ValueError(
+            "doctor takes a model as it was made, got one that is converted or has a plan. Call "
+            "rmm_linear.revert(model) first, or print what convert and fit returned."
+        )
+
+
+@contextmanager
+def _of_trainer(trainer: Any, batch: Any, optimizer: Any) -> Iterator[_Patient]:
+    """Take what a Trainer trains by; nothing that it counts, and no random number, differs after the block."""
+    from rmm_linear.integrations.fit_training import example_of
+
+    model: nn.Module = trainer.model
+    _check_plain(model)
+    loaders = list(trainer.accelerator._dataloaders)
+    try:
+        with restored(model), untraced(trainer):
+            if batch is None:
+                dataset = trainer.train_dataset
+                if dataset is None or iter(dataset) is dataset:
+                    raise TypeError(
+                        "doctor takes no batch of training data that can be read once alone, or is not there. Give one: "
+                        "doctor(trainer, batch)."
+                    )
+                batch = next(iter(trainer.get_train_dataloader()))
+            if optimizer is None and (optimizer := trainer.optimizer) is None:
+                kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
+                optimizer = partial(kind, **settings)
+            example = example_of(trainer, model, trainer._prepare_inputs(batch))
+            yield _Patient(model, example, optimizer, trainer.args.gradient_accumulation_steps > 1, True)
+    finally:
+        trainer.accelerator._dataloaders[:] = loaders
+
+
+class _Examination:
+    """What is measured of a model, step by step."""
+
+    def __init__(self, given: _Patient) -> None:
+        """Begin with what needs no step."""
+        self.given, self.model, self.example = given, given.model, given.example
+        self.static: StaticMemory = static_memory(self.model, given.optimizer)
+        self.is_checkpointed = is_checkpointed(self.model)
+        self.options: dict[str, StepMemory] = {}
+        self.why_not = ""  # nothing can be converted
+
+    def page(self, noise: bool | None) -> Diagnosis:
+        """Measure, and put together what was found."""
+        stage("simulating a step")
+        now = self._memory()
+        with uncheckpointed(self.model):
+            stage("converting on trial")
+            report, explanation = self._converted(CONVERT)
+            ratio = self._noise(noise) if report is not None else None
+        if self.is_checkpointed and report is not None:
+            stage("converting on trial, under activation checkpointing")
+            self._converted(PACKED, checkpointed="packed")
+        findings = [
+            *self._conversion(now, explanation),
+            *self._checkpointing(),
+            *self._attention(explanation),
+            *self._staying(report, explanation),
+            *self._weights(now),
+            *_of_noise(ratio),
+        ]
+        return Diagnosis(
+            type(self.model).__name__,
+            self._words(),
+            self._batch(),
+            now,
+            self.options,
+            sorted(findings, key=lambda one: -one.gain),
+            None if explanation is None else (explanation.before, explanation.after),
+            ratio,
+            self._code(now, findings),
+        )
+
+    def _memory(self) -> StepMemory:
+        alone = watch(self.model, self.example, held=lambda parameter: 0)[0]
+        if self.given.accumulate:
+            return StepMemory(self.static, self.static.gradients, alone.bytes, alone.moment)
+        step = watch(self.model, self.example)[0]
+        return StepMemory(self.static, max(step.bytes - alone.bytes, 0), alone.bytes, step.moment)
+
+    def _converted(self, name: str, **settings: Any) -> tuple[ConversionReport | None, Explanation | None]:
+        """Convert for a while, and measure a step; nothing is explained on the meta device, or out of memory."""
+        try:
+            report, explanation = convert(self.model, **settings), None
+        except ValueError as error:
+            self.why_not = str(error)
+            return None, None
+        try:
+            if name == CONVERT and has_memory(self.model):
+                explanation = explained(self.model, report, self.example)
+            self.options[name] = self._memory()
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            revert(self.model)
+        return report, explanation
+
+    def _noise(self, asked: bool | None) -> float | None:
+        is_batch = isinstance(self.example, Mapping) and sequences_in(dict(self.example)) > 1
+        if asked is False or not is_batch or not has_memory(self.model):
+            return None
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        cost = _OPERATIONS * _PASSES * sum(p.numel() for p in self.model.parameters()) * rows_in(self.example)
+        if asked is None and cost > _CHEAP.get(device, 0):
+            return None
+        stage("measuring the variance")
+        try:
+            return gradient_noise(self.model, self.example, draws=1, by_operation=False).whole()
+        except (ValueError, torch.OutOfMemoryError):  # of a model without a loss of its own
+            return None
+
+    def _conversion(self, now: StepMemory, explanation: Explanation | None) -> list[Finding]:
+        if self.why_not:
+            return [Finding("conversion", self.why_not)]
+        if CONVERT not in self.options:
+            return [Finding("conversion", "a step of the converted model runs out of memory on this device")]
+        after = self.options[CONVERT]
+        gain = now.peak - after.peak
+        instead = ", without activation checkpointing," if self.is_checkpointed else ""
+        text = f"{CONVERT}{instead} takes the peak from {show_bytes(now.peak)} to {show_bytes(after.peak)}"
+        if explanation is not None:
+            share = explanation.after / max(explanation.before, 1)
+            text += (
+                f"; what is saved for the backward pass from {show_bytes(explanation.before)} to "
+                f"{show_bytes(explanation.after)} ({share:.0%})"
+            )
+        if gain <= 0:
+            text += ". Nothing is won here" + (": see checkpointing" if self.is_checkpointed else "")
+        return [Finding("conversion", f"{text}.", max(gain, 0), f"rmm_linear.{CONVERT}")]
+
+    def _checkpointing(self) -> list[Finding]:
+        if not self.is_checkpointed:
+            return []
+        text = (
+            "it is on: blocks save their input alone and run twice, a third more time, and convert leaves what is "
+            f"recomputed exact. To turn it off: {how_to_turn_off(self.model)}."
+        )
+        if PACKED in self.options and CONVERT in self.options:
+            packed, plain = self.options[PACKED].peak, self.options[CONVERT].peak
+            better = "is less" if packed < plain else "is no less"
+            text += f' With it, checkpointed="packed" takes {show_bytes(packed)}, which {better} than without.'
+        return [Finding("checkpointing", text)]
+
+    def _attention(self, explanation: Explanation | None) -> list[Finding]:
+        config = getattr(self.model, "config", None)
+        if getattr(config, "_attn_implementation", None) != _EAGER:
+            return []
+        stays = _bytes_of(explanation, "attention", "attn")
+        text = "it is eager, whose scores are saved" + (f": {show_bytes(stays)} of them stay after convert" if stays else "")
+        if not getattr(self.model, "_supports_sdpa", False):
+            return [Finding("attention", f"{text}. The model has no sdpa, so convert runs it again in the backward pass.")]
+        code = f'model.set_attn_implementation("{_SDPA}")'
+        with self._by_sdpa(), uncheckpointed(self.model):
+            stage("converting on trial, with sdpa")
+            before = self.options.get(CONVERT)
+            self._converted("sdpa")
+            after = self.options.pop("sdpa", None)
+        gain = 0 if before is None or after is None else max(before.peak - after.peak, 0)
+        text += f". With sdpa, a converted step takes {show_bytes(gain)} less" if gain else ". sdpa saves no scores"
+        return [Finding("attention", f"{text}: {code}.", gain, code)]
+
+    @contextmanager
+    def _by_sdpa(self) -> Iterator[None]:
+        model: Any = self.model
+        model.set_attn_implementation(_SDPA)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(_EAGER)
+
+    def _staying(self, report: ConversionReport | None, explanation: Explanation | None) -> list[Finding]:
+        """Name experts, linear layers that see few rows, and what else stays."""
+        found = list[Finding]()
+        if report is not None and (experts := [e for e in report.packed.values() if e.operation == "experts"]):
+            found.append(Finding("experts", f"{len(experts)} modules of experts save codes of their tokens: converted."))
+        if report is not None and (names := [n for n, kind in report.uncompressed.items() if kind == "experts"]):
+            found.append(Finding("experts", f"they stay exact: {', '.join(dict.fromkeys(map(pattern_of, names)))}."))
+        if explanation is None:
+            return found
+        few = {name: one for name, one in explanation.layers.items() if one.reason and " rows and stays exact" in one.reason}
+        if few:
+            size, rows = sum(one.before for one in few.values()), next(iter(few.values())).reason
+            text = f"{len(few)} linear layers stay exact, {show_bytes(size)}: {rows}, as min_rows is "
+            text += f"{report.config.min_rows if report else 64}. Larger batches, or a smaller min_rows, help."
+            found.append(Finding("rows", text, 0, "rmm_linear.convert(model, min_rows=1)" if size else ""))
+        for one in explanation.remaining:
+            if one.share >= SHOWN:
+                text = f"{one.modules or 'the model itself'}, {show_bytes(one.bytes)} ({one.share:.0%}): {one.reason}."
+                found.append(Finding("what stays", text))
+        return found
+
+    def _weights(self, now: StepMemory) -> list[Finding]:
+        static = self.static
+        rest = static.parameters + static.optimizer + static.gradients
+        if rest < now.peak / 2:
+            return []
+        text = f"parameters, gradients and the optimizer's state are {rest / now.peak:.0%} of the peak, and stay."
+        if all(p.requires_grad for p in self.model.parameters()):
+            text += " Adapters (LoRA), an optimizer with less state or a smaller dtype would help."
+        return [Finding("weights", text)]
+
+    def _words(self) -> str:
+        parameters = list(self.model.parameters())
+        total, trained = (sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
+        dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters))
+        text = f"{total:,} parameters ({dtypes}), "
+        text += "all trained" if trained == total else f"{trained:,} trained ({trained / max(total, 1):.2%}), the others frozen"
+        if adapters := sum(hasattr(module, "lora_A") for module in self.model.modules()):
+            text += f", {adapters} layers with LoRA"
+        if quantised := sum(is_of(p) for p in parameters):
+            text += f", {quantised} weights quantized"
+        config = getattr(self.model, "config", None)
+        if attention := getattr(config, "_attn_implementation", None):
+            text += f"; attention: {attention}"
+        return f"{text}; checkpointing: {'on' if self.is_checkpointed else 'off'}."
+
+    def _batch(self) -> str:
+        example = self.example.batch if hasattr(self.example, "batch") else self.example
+        shapes = [tuple(one.shape) for one in tree_leaves(example) if isinstance(one, torch.Tensor) and one.dim()]
+        shape = " × ".join(map(str, shapes[0])) if shapes else "of a function"
+        optimizer = self.given.optimizer
+        while isinstance(optimizer, partial):
+            optimizer = optimizer.func
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        counted = "no optimizer is counted" if optimizer is None else f"optimizer: {kind.__name__}"
+        return f"Batch {shape}; {counted}{'; gradients accumulate' if self.given.accumulate else ''}."
+
+    def _code(self, now: StepMemory, findings: list[Finding]) -> str:
+        """Return the lines that get the lowest peak of what was tried, and a plan that needs no more."""
+        least = min(self.options, key=lambda name: self.options[name].peak, default="")
+        first = [one.code for one in findings if one.topic == "attention" and one.code]
+        budget = 0.6 if not self.options else round(min(0.9, max(0.3, self.options[least].peak / now.peak)), 1)
+        if self.given.is_trainer:
+            lines = ["from rmm_linear import RMMConfig", "from rmm_linear.integrations.transformers import RMMCallback", ""]
+            lines += [one.replace("model.", "trainer.model.", 1) for one in first]
+            keeps = ', checkpointing="keep"' if least == PACKED else ""
+            config = 'RMMConfig(checkpointed="packed")' if least == PACKED else "RMMConfig()"
+            call = f"RMMCallback(convert={config}{keeps})" if least else f"RMMCallback(fit={budget})"
+            return "\n".join([*lines, f"trainer.add_callback({call})"])
+        lines = ["import rmm_linear", "", *first]
+        if self.is_checkpointed and least != PACKED and callable(getattr(self.model, "gradient_checkpointing_disable", None)):
+            lines.append("model.gradient_checkpointing_disable()")
+        if least:
+            lines.append(f"print(rmm_linear.{least})")
+        other = "# or, within a budget:" if least else ""
+        instead = "rmm_linear.revert(model)" if least else ""
+        lines += [one for one in (other, instead) if one]
+        return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}))"])
+
+
+def _of_noise(ratio: float | None) -> list[Finding]:
+    if ratio is None:
+        return []
+    text = f"compression adds {ratio:.2g} times the minibatch's variance to the whole gradient"
+    if ratio > 1:
+        return [Finding("noise", f'{text}, which costs accuracy: quality="careful" adds an eighth of it.', 0,
+                        'rmm_linear.convert(model, quality="careful")')]  # fmt: skip
+    return [Finding("noise", f"{text}.")]
+
+
+def _bytes_of(explanation: Explanation | None, *words: str) -> int:
+    """Return what modules save uncompressed whose names have one of some words."""
+    remaining = [] if explanation is None else explanation.remaining
+    return sum(one.bytes for one in remaining if any(word in one.modules.lower() for word in words))
+
+
