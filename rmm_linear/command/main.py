@@ -20,6 +20,8 @@ model has random weights: bytes do not depend on them, variances do."""
 _LONGEST = """Find the longest sequence with which a training step fits into memory by a plan, exactly, and with every
 block recomputed. Steps are simulated on a model without weights, in bfloat16, which takes some minutes at any length.
 """
+_DOCTOR = """Say on one page how a model trains: the peak of a step by parts, as it is and converted, what stays and why, and
+what to type. Nothing is trained. The model has random weights, or none if it is large."""
 _OTHERS = {  # commands with a parser, and a --help, of their own
     "variance": (
         "rmm_linear.variance.__main__",
@@ -27,7 +29,7 @@ _OTHERS = {  # commands with a parser, and a --help, of their own
     ),
     "glue": ("glue_finetune.__main__", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
-_COMMANDS = ("explain", "fit", "longest", *_OTHERS, "version")
+_COMMANDS = ("doctor", "explain", "fit", "longest", *_OTHERS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version())
         return 0
+    if arguments.command == "doctor":
+        from rmm_linear.command.doctor import examine
+
+        return examine(arguments)
     if arguments.command == "explain":
         from rmm_linear.command.explain import explain_model
 
@@ -71,7 +77,7 @@ def _run_other(name: str, words: list[str]) -> int:
 
 def _help_all() -> int:
     """Print the help of the command, and of those below it that have flags."""
-    for words in ([], ["explain"], ["fit"], ["longest"], *([name] for name in _OTHERS)):
+    for words in ([], ["doctor"], ["explain"], ["fit"], ["longest"], *([name] for name in _OTHERS)):
         with suppress(SystemExit):
             main([*words, "--help"])
         print()
@@ -86,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         f"{PROGRAM} glue --help-all those that transformers adds to the script of GLUE.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="how a model trains, and what to type", description=_DOCTOR)
+    _add_model(doctor)
+    _add_optimizer(doctor)
+    _add_progress(doctor)
     explain = commands.add_parser("explain", help="what a conversion saves of a model", description=_EXPLAIN)
     _add_model(explain)
     explain.add_argument(
@@ -101,12 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="the longest step, relative to the exact one; without --memory: find the least memory",
     )
-    fit.add_argument(
-        "--optimizer",
-        choices=("adamw", "sgd", "none"),
-        default="adamw",
-        help="whose state is counted (default: %(default)s)",
-    )
+    _add_optimizer(fit)
     fit.add_argument(
         "--max-noise", "--max_noise", type=float, metavar="X", help="largest variance ratio of a layer (default: 1)"
     )
@@ -180,6 +185,15 @@ def _add_host(command: argparse.ArgumentParser) -> None:
     command.add_argument("--bandwidth", metavar="RATE", help="of copies to the host, such as 25GB/s")
 
 
+def _add_optimizer(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--optimizer",
+        choices=("adamw", "sgd", "none"),
+        default="adamw",
+        help="whose state is counted (default: %(default)s)",
+    )
+
+
 def _add_progress(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="say on stderr how far it is (default: on a terminal)"
@@ -188,7 +202,11 @@ def _add_progress(command: argparse.ArgumentParser) -> None:
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     """Add the flags of a command that runs a model on a batch."""
-    command.add_argument("model", metavar="MODEL", help="a folder written by save_pretrained, or a model of the hub")
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder written by save_pretrained, a model of the hub, or roberta-base, whose sizes are known",
+    )
     command.add_argument(
         "--batch", metavar="FILE", help="a .pt file with a training batch, or a list of such (default: random tokens)"
     )

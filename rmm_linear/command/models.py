@@ -21,25 +21,24 @@ ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeEr
 
 
 def random_model(name: str) -> nn.Module:
-    """Make a model with random weights."""
+    """Make a model with random weights: of a folder, of the hub, or one whose sizes are known here."""
     settings = _configuration(name)
     torch.manual_seed(0)
     return model_class(settings)(settings).train()
 
 
 def model_on_meta(name: str) -> Any:
-    """Make a model without weights, in bfloat16: of a folder, of the hub, or one whose sizes are known here."""
-    if name in KNOWN and not Path(name).is_dir():
-        kind, fields = KNOWN[name]
-        settings = import_transformers().AutoConfig.for_model(kind, **fields)
-    else:
-        settings = _configuration(name)
+    """Make such a model without weights, in bfloat16."""
+    settings = _configuration(name)
     settings.use_cache = False
     with torch.device("meta"):
         return model_class(settings)._from_config(settings, dtype=torch.bfloat16).train()
 
 
 def _configuration(name: str) -> Any:
+    if name in KNOWN and not Path(name).is_dir():
+        kind, fields = KNOWN[name]
+        return import_transformers().AutoConfig.for_model(kind, **fields)
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(
             f"MODEL must be a folder written by save_pretrained, or the name of a model of the hub, got {name}, which "

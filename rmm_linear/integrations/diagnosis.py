@@ -103,8 +103,7 @@ class Diagnosis(Report):
         saved = "" if self.saved is None else f" saved={self.saved[1] / max(self.saved[0], 1):.0%}"
         noise = "" if self.noise is None else f" variance_ratio={self.noise:.2g}"
         return (
-            f"rmm_linear doctor: peak={_word(self.now.peak)} activations={_word(self.now.parts()['activations'])} "
-            f"converted_peak={_word(best)}{saved}{noise}"
+            f"rmm_linear doctor: peak={_word(self.now.peak)} peak_converted={_word(best)}{saved}{noise}"
         )
 
     def table(self) -> str:

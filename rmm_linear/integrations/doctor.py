@@ -5,6 +5,7 @@ Everything is measured by what explains and simulates elsewhere: here it is put 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -163,7 +164,7 @@ class _Examination:
             *self._attention(explanation),
             *self._staying(report, explanation),
             *self._weights(now),
-            *_of_noise(ratio),
+            *self._variance(ratio),
         ]
         return Diagnosis(
             type(self.model).__name__,
@@ -178,11 +179,13 @@ class _Examination:
         )
 
     def _memory(self) -> StepMemory:
+        """Simulate a step, without and with the bytes of gradients."""
         alone = watch(self.model, self.example, held=lambda parameter: 0)[0]
         if self.given.accumulate:
             return StepMemory(self.static, self.static.gradients, alone.bytes, alone.moment)
         step = watch(self.model, self.example)[0]
-        return StepMemory(self.static, max(step.bytes - alone.bytes, 0), alone.bytes, step.moment)
+        activations = min(alone.bytes, step.bytes)  # the first step of a converted model takes more, as it is checked
+        return StepMemory(self.static, step.bytes - activations, activations, step.moment)
 
     def _converted(self, name: str, **settings: Any) -> tuple[ConversionReport | None, Explanation | None]:
         """Convert for a while, and measure a step; nothing is explained on the meta device, or out of memory."""
@@ -283,14 +286,14 @@ class _Examination:
             found.append(Finding("experts", f"they stay exact: {', '.join(dict.fromkeys(map(pattern_of, names)))}."))
         if explanation is None:
             return found
-        few = {name: one for name, one in explanation.layers.items() if one.reason and " rows and stays exact" in one.reason}
-        if few:
-            size, rows = sum(one.before for one in few.values()), next(iter(few.values())).reason
-            text = f"{len(few)} linear layers stay exact, {show_bytes(size)}: {rows}, as min_rows is "
-            text += f"{report.config.min_rows if report else 64}. Larger batches, or a smaller min_rows, help."
-            found.append(Finding("rows", text, 0, "rmm_linear.convert(model, min_rows=1)" if size else ""))
+        few = {name: one for name, one in explanation.layers.items() if "rows and stays exact" in (one.reason or "")}
+        size = sum(one.before for one in few.values())
+        if report is not None and size >= SHOWN * explanation.before:
+            text = f"{len(few)} linear layers stay exact, {show_bytes(size)}: {next(iter(few.values())).reason}, as "
+            text += f"min_rows is {report.config.min_rows}. Larger batches, or a smaller min_rows, help."
+            found.append(Finding("rows", text, 0, "rmm_linear.convert(model, min_rows=1)"))
         for one in explanation.remaining:
-            if one.share >= SHOWN:
+            if one.share >= SHOWN and "rows and stays exact" not in one.reason:
                 text = f"{one.modules or 'the model itself'}, {show_bytes(one.bytes)} ({one.share:.0%}): {one.reason}."
                 found.append(Finding("what stays", text))
         return found
@@ -304,6 +307,16 @@ class _Examination:
         if all(p.requires_grad for p in self.model.parameters()):
             text += " Adapters (LoRA), an optimizer with less state or a smaller dtype would help."
         return [Finding("weights", text)]
+
+    def _variance(self, ratio: float | None) -> list[Finding]:
+        if ratio is None:
+            text = "the variance that compression adds was not measured; that takes some twenty steps on a batch."
+            return [Finding("noise", text, 0, "rmm_linear.doctor(model, batch, noise=True)")]
+        text = f"compression adds {ratio:.2g} times the minibatch's variance to the whole gradient"
+        if ratio <= 1:
+            return [Finding("noise", f"{text}.")]
+        code = 'rmm_linear.convert(model, quality="careful")'
+        return [Finding("noise", f'{text}, which costs accuracy: quality="careful" adds an eighth of it.', 0, code)]
 
     def _words(self) -> str:
         parameters = list(self.model.parameters())
@@ -333,35 +346,31 @@ class _Examination:
 
     def _code(self, now: StepMemory, findings: list[Finding]) -> str:
         """Return the lines that get the lowest peak of what was tried, and a plan that needs no more."""
-        least = min(self.options, key=lambda name: self.options[name].peak, default="")
+        better = [name for name, one in self.options.items() if one.peak < now.peak]
+        least = min(better, key=lambda name: self.options[name].peak, default="")
         first = [one.code for one in findings if one.topic == "attention" and one.code]
-        budget = 0.6 if not self.options else round(min(0.9, max(0.3, self.options[least].peak / now.peak)), 1)
         if self.given.is_trainer:
-            lines = ["from rmm_linear import RMMConfig", "from rmm_linear.integrations.transformers import RMMCallback", ""]
-            lines += [one.replace("model.", "trainer.model.", 1) for one in first]
-            keeps = ', checkpointing="keep"' if least == PACKED else ""
-            config = 'RMMConfig(checkpointed="packed")' if least == PACKED else "RMMConfig()"
-            call = f"RMMCallback(convert={config}{keeps})" if least else f"RMMCallback(fit={budget})"
-            return "\n".join([*lines, f"trainer.add_callback({call})"])
+            first = [one.replace("model.", "trainer.model.", 1) for one in first]
+            call = 'fit="least"' if not least else "convert=RMMConfig()"
+            call = call if least != PACKED else 'convert=RMMConfig(checkpointed="packed"), checkpointing="keep"'
+            lines = ["from rmm_linear import RMMConfig"] if least else []
+            lines += ["from rmm_linear.integrations.transformers import RMMCallback", "", *first]
+            return "\n".join([*lines, f"trainer.add_callback(RMMCallback({call}))"])
         lines = ["import rmm_linear", "", *first]
-        if self.is_checkpointed and least != PACKED and callable(getattr(self.model, "gradient_checkpointing_disable", None)):
+        if self.is_checkpointed and least != PACKED and hasattr(self.model, "gradient_checkpointing_disable"):
             lines.append("model.gradient_checkpointing_disable()")
         if least:
-            lines.append(f"print(rmm_linear.{least})")
-        other = "# or, within a budget:" if least else ""
-        instead = "rmm_linear.revert(model)" if least else ""
-        lines += [one for one in (other, instead) if one]
+            lines += [f"print(rmm_linear.{least})", "# or, within a budget:", "rmm_linear.revert(model)"]
+        model: Any = self.model
+        if hasattr(model, "can_generate") and model.can_generate() and getattr(model.config, "use_cache", False):
+            lines.append("model.config.use_cache = False  # or blocks cannot be recomputed")
+        budget = self._share(self.options[least], now) if least else '"least"'
         return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}))"])
 
-
-def _of_noise(ratio: float | None) -> list[Finding]:
-    if ratio is None:
-        return []
-    text = f"compression adds {ratio:.2g} times the minibatch's variance to the whole gradient"
-    if ratio > 1:
-        return [Finding("noise", f'{text}, which costs accuracy: quality="careful" adds an eighth of it.', 0,
-                        'rmm_linear.convert(model, quality="careful")')]  # fmt: skip
-    return [Finding("noise", f"{text}.")]
+    def _share(self, after: StepMemory, now: StepMemory) -> float:
+        """Return a budget that compression alone meets, of a peak without the optimizer's state."""
+        share = (after.peak - self.static.optimizer) / (now.peak - self.static.optimizer)
+        return min(math.ceil(20 * share + 0.2) / 20, 1.0)
 
 
 def _bytes_of(explanation: Explanation | None, *words: str) -> int:
