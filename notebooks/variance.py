@@ -19,7 +19,8 @@
 #   save codes of few bits. The gradient stays unbiased and becomes noisy.
 # - Minibatch sampling adds noise anyway. The *variance ratio*, added variance divided by the minibatch's, says how much
 #   more it is; well below 1 it hardly affects training.
-# - Every figure here is exact or measured, and nothing needs a network.
+# - Every figure here is exact or measured, and nothing needs a network. All cells together take about three minutes on
+#   two cores; those that take long say how far they are.
 
 # %%
 import os
@@ -135,7 +136,7 @@ rmm_linear.revert(model)
 
 # %%
 few = {name: value[:16] for name, value in batches[STEPS - 1].items()}
-print(gradient_noise(model, few, draws=2))
+print(gradient_noise(model, few, draws=2, progress=True))
 
 # %% [markdown]
 # From here on, linear layers alone: their variances have closed forms.
@@ -146,9 +147,9 @@ print(gradient_noise(model, few, draws=2))
 # on that one. `noise_at_memory` computes D²_sketch / D²_SGD for every kind and width; D²_SGD is over sequences.
 
 # %%
-records = train_and_record(model, batches[: 2 if SHORT else 6])
+records = train_and_record(model, batches[: 2 if SHORT else 6], progress=True)
 kinds = ["countsketch", "rows", "gaussian"]
-noises = noise_at_memory(records[::6], kinds=kinds)  # every sixth layer, to save time
+noises = noise_at_memory(records[::6], kinds=kinds, progress=True)  # every sixth layer, to save time
 plot_noise_against_memory(noises).set_title(ABOUT)
 
 # %% [markdown]

@@ -96,8 +96,7 @@ def reporting(name: str, progress: bool | None = None) -> Iterator[None]:
 
     Nothing is said in other processes than the first. Blocks inside of a block add to its lines.
     """
-    if progress is not None and not isinstance(progress, bool):
-        raise TypeError(f"progress must be True, False, or None for what the terminal allows, got {progress!r}.")
+    check_progress(progress)
     outer, out = _current.get(), sys.stderr
     is_first = rank() == 0 and os.environ.get("RANK", "0") == "0"  # launchers set it before processes are connected
     is_shown = progress is not False and out is not None and is_first
@@ -113,6 +112,12 @@ def reporting(name: str, progress: bool | None = None) -> Iterator[None]:
             found.line("done")
     finally:
         _current.reset(token)
+
+
+def check_progress(progress: object) -> None:
+    """Raise unless a value says whether progress is shown."""
+    if progress is not None and not isinstance(progress, bool):
+        raise TypeError(f"progress must be True, False, or None for what the terminal allows, got {progress!r}.")
 
 
 def stage(text: str) -> None:

@@ -62,5 +62,7 @@ class Report:
 
 def _table(lines: Sequence[str]) -> str:
     rows = [[escape(cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
-    head, *body = ["".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(["th", *["td"] * len(rows)], rows)]
+    head, *body = [
+        "".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(["th", *["td"] * len(rows)], rows)
+    ]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>"

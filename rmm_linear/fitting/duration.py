@@ -32,7 +32,9 @@ def _timed(candidates: Candidates, options: int) -> float:
     shares = {alike(candidates.model, block.name): block.seconds / total for block in blocks}
     rounds = times._ROUNDS + times._MORE_ROUNDS / 2
     calls = (1 + max(1, min(times._REPEATS, int(times._LONG / max(share * step, 1e-6)))) for share in shares.values())
-    return sum(share * rounds * (1 + 1.2 * options) * count for share, count in zip(shares.values(), calls, strict=True))
+    return sum(
+        share * rounds * (1 + 1.2 * options) * count for share, count in zip(shares.values(), calls, strict=True)
+    )
 
 
 def _noise(candidates: Candidates, settings: int) -> float:

@@ -102,9 +102,7 @@ class Diagnosis(Report):
         best = min((one.peak for one in self.options.values()), default=self.now.peak)
         saved = "" if self.saved is None else f" saved={self.saved[1] / max(self.saved[0], 1):.0%}"
         noise = "" if self.noise is None else f" variance_ratio={self.noise:.2g}"
-        return (
-            f"rmm_linear doctor: peak={_word(self.now.peak)} peak_converted={_word(best)}{saved}{noise}"
-        )
+        return f"rmm_linear doctor: peak={_word(self.now.peak)} peak_converted={_word(best)}{saved}{noise}"
 
     def table(self) -> str:
         """Return all that was found.

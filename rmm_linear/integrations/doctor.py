@@ -255,9 +255,13 @@ class _Examination:
         if getattr(config, "_attn_implementation", None) != _EAGER:
             return []
         stays = _bytes_of(explanation, "attention", "attn")
-        text = "it is eager, whose scores are saved" + (f": {show_bytes(stays)} of them stay after convert" if stays else "")
+        text = "it is eager, whose scores are saved" + (
+            f": {show_bytes(stays)} of them stay after convert" if stays else ""
+        )
         if not getattr(self.model, "_supports_sdpa", False):
-            return [Finding("attention", f"{text}. The model has no sdpa, so convert runs it again in the backward pass.")]
+            return [
+                Finding("attention", f"{text}. The model has no sdpa, so convert runs it again in the backward pass.")
+            ]
         code = f'model.set_attn_implementation("{_SDPA}")'
         with self._by_sdpa(), uncheckpointed(self.model):
             stage("converting on trial, with sdpa")
@@ -281,7 +285,9 @@ class _Examination:
         """Name experts, linear layers that see few rows, and what else stays."""
         found = list[Finding]()
         if report is not None and (experts := [e for e in report.packed.values() if e.operation == "experts"]):
-            found.append(Finding("experts", f"{len(experts)} modules of experts save codes of their tokens: converted."))
+            found.append(
+                Finding("experts", f"{len(experts)} modules of experts save codes of their tokens: converted.")
+            )
         if report is not None and (names := [n for n, kind in report.uncompressed.items() if kind == "experts"]):
             found.append(Finding("experts", f"they stay exact: {', '.join(dict.fromkeys(map(pattern_of, names)))}."))
         if explanation is None:
@@ -320,10 +326,16 @@ class _Examination:
 
     def _words(self) -> str:
         parameters = list(self.model.parameters())
-        total, trained = (sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad]))
+        total, trained = (
+            sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad])
+        )
         dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters))
         text = f"{total:,} parameters ({dtypes}), "
-        text += "all trained" if trained == total else f"{trained:,} trained ({trained / max(total, 1):.2%}), the others frozen"
+        text += (
+            "all trained"
+            if trained == total
+            else f"{trained:,} trained ({trained / max(total, 1):.2%}), the others frozen"
+        )
         if adapters := sum(hasattr(module, "lora_A") for module in self.model.modules()):
             text += f", {adapters} layers with LoRA"
         if quantised := sum(is_of(p) for p in parameters):
@@ -377,5 +389,3 @@ def _bytes_of(explanation: Explanation | None, *words: str) -> int:
     """Return what modules save uncompressed whose names have one of some words."""
     remaining = [] if explanation is None else explanation.remaining
     return sum(one.bytes for one in remaining if any(word in one.modules.lower() for word in words))
-
-

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from rmm_linear._support.progress import check_progress
 from rmm_linear._support.validation import check_integer, did_you_mean
 from rmm_linear.planning.budget import read_budget
 
-SETTINGS = ("memory", "max_noise", "allow", "time", "objective", "folder", "host_memory", "bandwidth", "length", "progress")
+SETTINGS = (
+    "memory",
+    "max_noise",
+    "allow",
+    "time",
+    "objective",
+    "folder",
+    "host_memory",
+    "bandwidth",
+    "length",
+    "progress",
+)
 
 
 def read_fit(fit: object) -> dict[str, Any]:
@@ -36,6 +48,7 @@ def read_fit(fit: object) -> dict[str, Any]:
     if memory is not None:
         read_budget(memory, 10**9)
     check_integer("length", settings.get("length"), optional=True)
+    check_progress(settings.get("progress"))
     return settings
 
 

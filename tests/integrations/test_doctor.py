@@ -63,7 +63,12 @@ def without_breaks(text):
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("eager llama",)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=pytest.mark.thorough) if one in SLOW else one for one in KINDS]
+)
 def test_a_page_says_what_matters_of_a_model_and_its_code_runs(kind):
     make, weights, texts = KINDS[kind]
     model, batch = make()
@@ -158,7 +163,9 @@ def test_noise_above_the_minibatchs_and_noise_that_is_not_measured_are_said(monk
 
 
 def state(trainer):
-    counts = {name: value for name, value in vars(trainer).items() if isinstance(value, int | float | str | dict | list)}
+    counts = {
+        name: value for name, value in vars(trainer).items() if isinstance(value, int | float | str | dict | list)
+    }
     drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
     return repr(counts), drawn, [id(one) for one in trainer.accelerator._dataloaders]
 
@@ -185,7 +192,10 @@ def test_trls_trainer_with_its_defaults_is_told_of_checkpointing(tmp_path):
     options = {"max_length": 32, "report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 1}
     settings = trl.SFTConfig(str(tmp_path), **options, save_strategy="no", disable_tqdm=True)
     trainer = trl.SFTTrainer(
-        tiny_model("llama", layers=1), settings, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer()
+        tiny_model("llama", layers=1),
+        settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
     )
     before = state(trainer)
     found = rmm_linear.doctor(trainer)

@@ -69,7 +69,13 @@ def plan_blocks(
 
 
 def _planned(
-    model: nn.Module, example: Any, memory: int | float | str, *, selective: bool, nested: bool, workspace: Workspace | None
+    model: nn.Module,
+    example: Any,
+    memory: int | float | str,
+    *,
+    selective: bool,
+    nested: bool,
+    workspace: Workspace | None,
 ) -> BlockPlan:
     costs = measure(model, example)
     if workspace:
