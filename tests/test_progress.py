@@ -123,7 +123,7 @@ def test_a_stream_that_is_closed_or_missing_ends_no_call(monkeypatch):
 
 
 def test_a_wrong_argument_is_named():
-    with pytest.raises(TypeError, match="progress must be True, False, or None .* got 'yes'"):
+    with pytest.raises(TypeError, match=r"progress must be True, False, or None .* got 'yes'"):
         rmm_linear.fit(MODEL, X, 0.9, progress="yes")
 
 
@@ -167,7 +167,8 @@ BATCH = {"input_ids": torch.ones(4, 20, dtype=torch.long), "labels": torch.zeros
          ["searching exactly", "measuring options again, in a smaller batch", "searching with plans"]),
         ("max_length", lambda: rmm_linear.max_length(MODEL, X.view(1, 64, 32), "200KB", allow=("keep", "recompute"),
                                                      multiple=8, progress=True), ["searching exactly"]),
-        ("plan_blocks", lambda: plan_blocks(MODEL, X, "least", progress=True), ["measuring options, 1 of 3: recompute"]),
+        ("plan_blocks", lambda: plan_blocks(MODEL, X, "least", progress=True),
+         ["measuring options, 1 of 3: recompute"]),
         ("plan_graph", lambda: plan_graph(MODEL, X, "least", method="chen", progress=True),
          ["capturing the graph", "proposing by chen", "simulating a proposal"]),
         ("gradient_noise", lambda: gradient_noise(network("roberta")[0], BATCH, by_operation=False, progress=True),

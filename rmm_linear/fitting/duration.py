@@ -16,7 +16,7 @@ _OVERHEAD = 0.3  # of a step, in a pass over few of its sequences
 def expect_fit(candidates: Candidates, *, again: float = 0.0, larger: float = 0.0) -> None:
     """Say about how long a fit takes.
 
-    ``again``: Further steps that are simulated. ``larger``: Of them that are real where blocks are compressed, in steps.
+    ``again``: Further steps that are simulated. ``larger``: Real ones among them, of compressed blocks.
     """
     names = candidates.singles()
     converted = sum(name.startswith(CONVERT) for name in names)

@@ -74,7 +74,7 @@ class Diagnosis(Report):
         weights: A sentence about its parameters: how many, which of them are trained, quantized.
         batch: A few words about the batch.
         now: Memory of a step as it is.
-        options: Call to the memory of a step after it: ``convert(model)``, and with activation checkpointing on, the one
+        options: Call to the memory of a step after it: ``convert(model)``, and with activation checkpointing on, one
             that keeps it.
         findings: The largest gain first.
         saved: Bytes that the whole model saves for the backward pass, exactly and converted, without activation

@@ -48,14 +48,14 @@ def doctor(
     """Say on one page how a model trains: what fills its memory, what compression changes, and what to type.
 
     The peak of a step is simulated by parts, as the model is and converted; what stays uncompressed is found by
-    :func:`rmm_linear.memory.explain`. Activation checkpointing, attention, experts, rows, and what is trained are looked
-    at. Nothing is trained, and the model and the Trainer stay as they are: weights, modes, random numbers, data,
+    :func:`rmm_linear.memory.explain`. Activation checkpointing, attention, experts, rows, and what is trained are
+    looked at. Nothing is trained, and the model and the Trainer stay as they are: weights, modes, random numbers, data,
     metrics. It takes a few simulated steps and forward passes, and one step that is converted.
 
     Args:
-        trainer_or_model: A Trainer of transformers or TRL, of which the model, the optimizer and a batch of the training
-            data are taken; or a model that is not converted. Of a model on the meta device, peaks alone are known.
-        batch: A training batch as for :func:`rmm_linear.fit`; of a Trainer, as its data collator returns it.
+        trainer_or_model: A Trainer of transformers or TRL, of which the model, the optimizer and a batch of the
+            training data are taken; or a model that is not converted. On the meta device, peaks alone are known.
+        batch: As for :func:`rmm_linear.fit`; of a Trainer, as its data collator returns it.
         optimizer: As for :func:`rmm_linear.fit`; None is the Trainer's, or none.
         noise: Whether the variance ratio of the whole gradient is measured, by some twenty passes. None: where that is
             cheap.
@@ -123,8 +123,8 @@ def _of_trainer(trainer: Any, batch: Any, optimizer: Any) -> Iterator[_Patient]:
                 dataset = trainer.train_dataset
                 if dataset is None or iter(dataset) is dataset:
                     raise TypeError(
-                        "doctor takes no batch of training data that can be read once alone, or is not there. Give one: "
-                        "doctor(trainer, batch)."
+                        "doctor takes a batch of training data, of which there is none, or which can be read once. "
+                        "Give one: doctor(trainer, batch)."
                     )
                 batch = next(iter(trainer.get_train_dataloader()))
             if optimizer is None and (optimizer := trainer.optimizer) is None:

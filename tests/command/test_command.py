@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("words", "heavy"),
-    [([], "torch"), (["explain"], "torch"), (["fit"], "torch"), (["longest"], "torch"), (["glue"], "transformers")],
+    [([], "torch"), (["doctor"], "torch"), (["explain"], "torch"), (["fit"], "torch"), (["longest"], "torch"), (["glue"], "transformers")],
 )
 def test_help_imports_nothing_that_takes_seconds(words, heavy):
     code = "import sys; from rmm_linear.command.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
@@ -177,7 +177,7 @@ def test_a_command_that_is_nearly_known(word, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([word, "x"])
     assert (
-        f"COMMAND must be one of explain, fit, longest, variance, glue, version, got '{word}'. Did you"
+        f"COMMAND must be one of doctor, explain, fit, longest, variance, glue, version, got '{word}'. Did you"
         in capsys.readouterr().err
     )
 
@@ -196,7 +196,7 @@ def test_variance_shows_its_defaults(capsys):
         main(["variance", "--help"])
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("usage: rmm-linear variance ")
-    assert out.count("(default: ") == 11
+    assert out.count("(default: ") == 12
     assert "(default: 0.05 0.1 0.2)" in out
 
 

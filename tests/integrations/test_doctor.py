@@ -1,9 +1,8 @@
-"""The doctor's page: what it says of kinds of models, that its figures are those of simulation, and that its code runs."""
+"""The doctor's page: what it says of kinds of models, that its figures are simulated ones, and that its code runs."""
 
 import json
 import random
 
-import numpy as np
 import pytest
 import torch
 from fit_cases import assert_untouched, network, snapshot
@@ -42,8 +41,12 @@ def mlp():
 
 KINDS = {
     "roberta": (lambda: network("roberta"), ["all trained", "attention: sdpa"], []),
-    "llama and LoRA": (lambda: (lora("llama", layers=1), BATCH), ["448 trained (8.78%), the others frozen, 3 layers with LoRA"], []),
-    "mixtral": (lambda: (tiny_model("mixtral", layers=1).train(), BATCH), [], ["experts: 1 modules of experts save codes"]),
+    "llama and LoRA": (
+        lambda: (lora("llama", layers=1), BATCH), ["448 trained (8.78%), the others frozen, 3 layers with LoRA"], [],
+    ),
+    "mixtral": (
+        lambda: (tiny_model("mixtral", layers=1).train(), BATCH), [], ["experts: 1 modules of experts save codes"],
+    ),
     "checkpointed": (
         lambda: llama(lambda model: model.gradient_checkpointing_enable()),
         ["checkpointing: on"],
@@ -166,7 +169,7 @@ def state(trainer):
     counts = {
         name: value for name, value in vars(trainer).items() if isinstance(value, int | float | str | dict | list)
     }
-    drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    drawn = torch.get_rng_state().tolist(), random.getstate()
     return repr(counts), drawn, [id(one) for one in trainer.accelerator._dataloaders]
 
 

@@ -10,7 +10,7 @@ from trl_helpers import trl_trainer
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.context.checkpointing import is_checkpointed
-from rmm_linear.integrations.fit_training import _example
+from rmm_linear.integrations.fit_training import example_of
 from rmm_linear.integrations.transformers import RMMCallback
 
 KINDS = {
@@ -73,7 +73,7 @@ def test_a_conversion_counts_what_is_trained_and_no_more(kind, tmp_path, capsys)
 def test_the_loss_of_any_batch_is_known_for_the_models_own(seed, tmp_path):
     """In bfloat16, where TRL adds up the loss in another order than the model; the example is how TRL calls it."""
     trainer = trl_trainer("sft", tmp_path, seed=seed, bf16=True)
-    found = _example(trainer, trainer.model, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader()))))
+    found = example_of(trainer, trainer.model, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader()))))
     assert found["fused_lm_head"] is True
     assert torch.is_tensor(found["labels"])
 

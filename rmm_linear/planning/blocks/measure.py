@@ -23,7 +23,6 @@ from rmm_linear.planning.step.watch import SIMULATING, Held, watch
 from rmm_linear.planning.step.workspace import Workspace
 from rmm_linear.planning.step.workspace import workspace as measure_workspace
 
-
 TIMING = "timing forward passes"  # a stage by whose seconds, and SIMULATING's, those of other steps are estimated
 _FORWARDS, _STEP = 2, 3.0  # passes; of a forward pass
 
