@@ -9,11 +9,13 @@ import threading
 import pytest
 import torch
 from fit_cases import network, stack
+from fit_helpers import fitting
 from torch import nn
 
 import rmm_linear
 from rmm_linear._support import progress
 from rmm_linear._support.progress import counting, expect, reporting, stage
+from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.planning import plan_blocks, plan_graph
 from rmm_linear.variance import gradient_noise, noise_at_memory, train_and_record
 
@@ -125,6 +127,19 @@ def test_a_stream_that_is_closed_or_missing_ends_no_call(monkeypatch):
 def test_a_wrong_argument_is_named():
     with pytest.raises(TypeError, match=r"progress must be True, False, or None .* got 'yes'"):
         rmm_linear.fit(MODEL, X, 0.9, progress="yes")
+
+
+def test_a_callback_hands_it_on_and_a_resumed_run_does_not_compare_it():
+    settings = read_fit({"memory": "8GB", "progress": True})
+    assert (settings["progress"], as_json(settings)) == (True, {"memory": "8GB"})
+    with pytest.raises(TypeError, match="progress must be True, False, or None"):
+        read_fit({"memory": "8GB", "progress": 1})
+
+
+@pytest.mark.thorough
+def test_a_fit_in_a_trainer_says_its_stages(tmp_path, capsys):
+    fitting(tmp_path, {"memory": 0.8, "allow": ["keep", "recompute"], "progress": True}, max_steps=1)[0].train()
+    assert "fit: checking by a real step" in texts(capsys.readouterr().err)
 
 
 def test_numbers_of_steps_are_round(capsys):
