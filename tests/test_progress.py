@@ -82,9 +82,10 @@ def test_it_is_said_where_someone_reads_it(shown, level, says, capsys, caplog):
     assert bool(capsys.readouterr().err) is says
 
 
-@pytest.mark.parametrize(("rank", "environment"), [(1, "0"), (0, "3")])
-def test_other_processes_are_silent(rank, environment, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "rank", lambda: rank)
+@pytest.mark.parametrize(("connected", "rank", "environment"), [(True, 1, "0"), (False, 0, "3")])
+def test_other_processes_are_silent(connected, rank, environment, monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: connected)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setenv("RANK", environment)
     call()
     assert capsys.readouterr().err == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 
@@ -26,9 +25,3 @@ def running_ddp() -> Any:
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     ddp = None if parallel is None else parallel.DistributedDataParallel
     return getattr(ddp, "_active_ddp_module", None)
-
-
-def rank() -> int:
-    """Return the number of this process among those that train together; 0 for one by itself."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

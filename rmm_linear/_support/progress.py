@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from rmm_linear._support.distributed import rank
+import torch
 
 logger = logging.getLogger("rmm_linear")
 
@@ -98,8 +98,7 @@ def reporting(name: str, progress: bool | None = None) -> Iterator[None]:
     """
     check_progress(progress)
     outer, out = _current.get(), sys.stderr
-    is_first = rank() == 0 and os.environ.get("RANK", "0") == "0"  # launchers set it before processes are connected
-    is_shown = progress is not False and out is not None and is_first
+    is_shown = progress is not False and out is not None and _is_first()
     if is_shown and (outer is not None or not (progress or _is_terminal(out) or logger.isEnabledFor(logging.INFO))):
         yield
         return
@@ -170,6 +169,13 @@ def show_seconds(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _is_first() -> bool:
+    """Say whether this is the first process; launchers set RANK before processes are connected."""
+    distributed = torch.distributed
+    is_connected = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_rank() == 0 if is_connected else os.environ.get("RANK", "0") == "0"
 
 
 def _is_terminal(out: Any) -> bool:

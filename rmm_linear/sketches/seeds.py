@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rmm_linear._support.distributed import rank
-
 _LIMIT = 2**63 - 1
 
 
@@ -34,14 +32,14 @@ def mix(*parts: int) -> int:
 
 def draw_seed() -> int:
     """Draw a seed from the global CPU generator, advancing it."""
-    return mix(_value(torch.randint(_LIMIT, (), device="cpu")), rank())
+    return mix(_value(torch.randint(_LIMIT, (), device="cpu")), _rank())
 
 
 def peek_seed() -> int:
     """Return the seed that :func:`draw_seed` would return now, without advancing the global generator."""
     copy = torch.Generator()
     copy.set_state(torch.get_rng_state())
-    return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), rank())
+    return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
 
 
 class Fresh(NamedTuple):
@@ -130,3 +128,8 @@ def is_capturing(device: torch.device) -> bool:
 def _value(drawn: Tensor) -> int:
     """Return the number; 0 in a step that is simulated, whose tensors have no values."""
     return 0 if isinstance(drawn, FakeTensor) else int(drawn)
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
