@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from rmm_linear._support.progress import reporting, stage
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import pattern_of
 from rmm_linear.context.checkpointing import how_to_turn_off, is_checkpointed, uncheckpointed
+from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, revert
 from rmm_linear.conversion.explained import explained
@@ -289,7 +289,7 @@ class _Examination:
                 Finding("experts", f"{len(experts)} modules of experts save codes of their tokens: converted.")
             )
         if report is not None and (names := [n for n, kind in report.uncompressed.items() if kind == "experts"]):
-            found.append(Finding("experts", f"they stay exact: {', '.join(dict.fromkeys(map(pattern_of, names)))}."))
+            found.append(Finding("experts", f"they stay exact: {shown(names)}."))
         if explanation is None:
             return found
         few = {name: one for name, one in explanation.layers.items() if "rows and stays exact" in (one.reason or "")}
