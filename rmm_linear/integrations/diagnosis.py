@@ -13,6 +13,7 @@ from rmm_linear._support.tables import table
 from rmm_linear.fitting.static_memory import StaticMemory
 
 _WIDTH, _SHOWN = 100, 6
+_LABELS = {"ddp_buckets": "DDP's buckets", "in_its_step": "the optimizer's step"}
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class StepMemory:
         return max(step, self.static.in_optimizer_step)
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes by part; those of the optimizer's step are of its own temporary results."""
+        """Return the bytes by part; "in_its_step" are temporary results of the optimizer, where its step takes most."""
         static = self.static
         found = {"parameters": static.parameters, "buffers": static.buffers, "optimizer": static.optimizer}
         found |= {"ddp_buckets": static.ddp_buckets, "gathered": static.gathered}
         if static.in_optimizer_step >= static.before_step + self.gradients + self.activations:
-            found["gathered"] = 0
-            return found | {"gradients": static.gradients, "activations": static.optimizer_transient}
-        return found | {"gradients": self.gradients, "activations": self.activations}
+            found |= {"gathered": 0, "in_its_step": static.optimizer_transient}
+            return found | {"gradients": static.gradients, "activations": 0}
+        return found | {"in_its_step": 0, "gradients": self.gradients, "activations": self.activations}
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,14 @@ class Diagnosis(Report):
     def _peaks(self) -> str:
         columns = {"now": self.now, **self.options}
         rows = [
-            (name.replace("_", " "), *(show_bytes(one.parts()[name]) for one in columns.values()))
+            (_LABELS.get(name, name), *(show_bytes(one.parts()[name]) for one in columns.values()))
             for name in self.now.parts()
             if any(one.parts()[name] for one in columns.values())
         ]
         peaks = ("peak", *(show_bytes(one.peak) for one in columns.values()))
-        moments = [*dict.fromkeys(one.moment for one in columns.values() if one.moment)][:1]
-        by = "optimizer's step" if self.now.static.in_optimizer_step >= self.now.peak else ", ".join(moments)
-        return f"{table(('at the peak', *columns), [*rows, peaks])}\nThe peak is in the {by}, by simulation."
+        is_optimizer = bool(self.now.parts()["in_its_step"])
+        moment = "optimizer's step" if is_optimizer else self.now.moment
+        return f"{table(('at the peak', *columns), [*rows, peaks])}\nNow, the peak is in the {moment}, by simulation."
 
     def _records(self) -> list[dict[str, Any]]:
         return [{"topic": one.topic, "gain": one.gain, "text": one.text, "code": one.code} for one in self.findings]
