@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.patterns import matches
-from rmm_linear._support.tables import pattern_of, table
+from rmm_linear._support.tables import grouped, table
 from rmm_linear._support.validation import check_integer, did_you_mean, read_names
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.tiles.find import find_tiles
@@ -58,14 +58,10 @@ class TileReport:
         """
         rows = [(name, f"in slices: {kind}") for name, kind in self.tiled.items()]
         rows += [(name, f"as a whole: {reason}") for name, reason in self.refused.items()]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, cell in rows:
-            groups.setdefault((pattern_of(name), cell), []).append(name)
-        cells = [
-            (names[0] if len(names) == 1 else pattern, str(len(names)), cell)
-            for (pattern, cell), names in groups.items()
-        ]
-        return table(("module", "count", "runs"), [(name or "(the model)", *rest) for name, *rest in cells])
+        return table(
+            ("module", "count", "runs"),
+            [(pattern or "(the model)", str(len(names)), *cells) for pattern, names, cells in grouped(rows)],
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.
