@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.installing import INSTALL_EXTRA
@@ -62,5 +62,8 @@ class Report:
 
 def _table(lines: Sequence[str]) -> str:
     rows = [[escape(cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
-    head, *body = ["".join(f"<{tag}>{cell}</{tag}>" for cell in row) for tag, row in zip(["th", *["td"] * len(rows)], rows)]
+    head, *body = [
+        "".join(f"<{tag}>{cell}</{tag}>" for cell in row)
+        for tag, row in zip(chain(["th"], repeat("td")), rows, strict=False)
+    ]
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>"

@@ -45,7 +45,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], width: int = WID
     lines = [" | ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)) for row in shown]
     rule = "|".join("-" * (size + 2) for size in widths)
     laid_out = [f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])]
-    return "\n".join([*laid_out, *([""] if notes else []), *(wrapped(f"[{n}] {text}", 4, width) for text, n in notes.items())])
+    return "\n".join(
+        [*laid_out, *([""] if notes else []), *(wrapped(f"[{n}] {text}", 4, width) for text, n in notes.items())]
+    )
 
 
 def _cut(cell: str, size: int, notes: dict[str, int]) -> str:
@@ -56,8 +58,12 @@ def _cut(cell: str, size: int, notes: dict[str, int]) -> str:
     room = max(size - len(mark), 1)
     if " " in cell[: room + 1]:
         return cell[: room + 1].rsplit(" ", 1)[0].rstrip(",;:") + mark
-    tail = cell.split(" ")[0][room // 3 :][-(room - room // 3) :]
-    return cell[: room // 3] + "…" + tail[1:] + mark.removeprefix("…")
+    return _shortened(cell.split(" ")[0], room) + mark.removeprefix("…")
+
+
+def _shortened(name: str, size: int) -> str:
+    """Cut a name in its middle."""
+    return name if len(name) <= size else f"{name[: size // 3]}…{name[len(name) - size + size // 3 + 1 :]}"
 
 
 def wrapped(text: str, indent: int = 0, width: int = WIDTH) -> str:
@@ -73,7 +79,7 @@ def keyed(prefix: str, parts: Iterable[str]) -> str:
         'rmm_linear: converted=2 peak=8 MiB'
     """
     lines = [prefix]
-    for part in parts:
+    for part in (_shortened(one, WIDTH - len(prefix) - 1) for one in parts):
         if len(lines[-1]) + len(part) >= WIDTH and lines[-1] != prefix:
             lines.append(prefix)
         lines[-1] += f" {part}"
@@ -152,16 +158,21 @@ def prefix_of(names: Sequence[str]) -> str:
     common = 0
     while len(parts) > 1 and all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
         common += 1
-    ends = [place for place in range(common + 1) if any(one[place][:1].isdecimal() or "{" in one[place] for one in parts)]
+    ends = [
+        place for place in range(common + 1) if any(one[place][:1].isdecimal() or "{" in one[place] for one in parts)
+    ]
     common = max(ends[0] - 1, 0) if ends else common
     prefix = "".join(f"{part}." for part in parts[0][:common]) if parts else ""
     return prefix if len(prefix) > 9 else ""
 
 
-def named_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay out a table whose first cells are names of modules: what all begin with is said below it, once."""
-    prefix = prefix_of([row[0] for row in rows])
-    if not any(row[-1] for row in rows):
-        header, rows = header[:-1], [row[:-1] for row in rows]
-    laid_out = table(header, [(row[0].removeprefix(prefix) or "(model)", *row[1:]) for row in rows])
+def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], heads: int = 0) -> str:
+    """Lay out a table whose first cells are names of modules: what all begin with is said below it, once.
+
+    Columns without a cell are left out. heads: Rows at its beginning that have no such name.
+    """
+    prefix = prefix_of([row[0] for row in rows[heads:]])
+    filled = [place for place in range(len(header)) if not place or any(row[place] for row in rows)]
+    named = [(row[0].removeprefix(prefix) or "(model)", *row[1:]) for row in rows]
+    laid_out = table([header[place] for place in filled], [[row[place] for place in filled] for row in named])
     return f"{laid_out}\nNames begin with {prefix}" if prefix else laid_out

@@ -33,7 +33,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         report = convert(model, config)
     with running(model, is_random=arguments.batch is None):
         assert report.context is not None  # noqa: S101
-        keep_exact_on(model, report.context, batch)
+        with quiet():
+            keep_exact_on(model, report.context, batch)
         found = explained(model, report, batch)
     print(found)
     return 0

@@ -42,7 +42,8 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
         report = convert(model, config, **overrides)
     try:
         assert report.context is not None  # noqa: S101
-        keep_exact_on(model, report.context, batch)
+        with quiet():
+            keep_exact_on(model, report.context, batch)
         return explained(model, report, batch)
     finally:
         revert(model)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.config import OPERATIONS
-from rmm_linear.context.model_context import ModelContext
 from rmm_linear._support.sizes import show_bytes
+from rmm_linear.config import OPERATIONS
 from rmm_linear.context.first_steps import how_to_turn_off
+from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import block_memory, checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.exact import exact_but, set_aside
 from rmm_linear.conversion.explanation import Explanation, LayerMemory
 from rmm_linear.conversion.names import first_names
-from rmm_linear.conversion.remaining import RECOMPUTED_INPUTS, Reasons, by_operation, still_saved
+from rmm_linear.conversion.remaining import RECOMPUTED_INPUTS, Reasons, book_regions, by_operation, still_saved
 from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
 from rmm_linear.memory.inputs import (
     LayerInput,
@@ -47,6 +47,7 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
             reasons = {n: _LOWERS_PEAK if n in report.checkpointed else unsaved_reason(i) for n, i in found.items()}
         with noting_recomputed(model) as noted:
             after, savers = saved_tensors(model, batch)
+        book_regions(report, (after, savers))
         why.note_recomputed(noted.inputs)
         why.note_attention(model)
         block = block_memory(model, batch) if report.checkpointed else None

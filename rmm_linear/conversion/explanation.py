@@ -111,11 +111,11 @@ class Explanation(Report):
         Returns:
             One line.
         """
-        shares = {name: self._share(memory.after) for name, memory in self.operations.items()}
+        shares = {name: self.share_of(memory.after) for name, memory in self.operations.items()}
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST)
-        text = f"saved for backward: {_change(self.before, self.after)} MiB ({self._share(self.after):.0%})"
+        text = f"saved for backward: {_change(self.before, self.after)} MiB ({self.share_of(self.after):.0%})"
         text += f": {parts}" if parts else ""
-        kinds = {kind: self._share(count) for kind, count in self.kinds.items()}
+        kinds = {kind: self.share_of(count) for kind, count in self.kinds.items()}
         if large := [f"{share:.0%} {kind}" for kind, share in kinds.items() if share >= SHOWN]:
             text += f"; not compressed: {', '.join(large)}"
         return text
@@ -125,7 +125,7 @@ class Explanation(Report):
         return "" if self.recomputed is None else f"\n{wrapped(_recomputed_line(self.recomputed), 2)}"
 
     def __str__(self) -> str:
-        """Return the totals, hints, and tables of the operations, of what remains, and of layers that save something."""
+        """Return the totals, hints, and tables: of operations, of what remains, and of layers that save something."""
         return self._text(is_whole=False)
 
     def table(self) -> str:
@@ -139,7 +139,8 @@ class Explanation(Report):
     def _text(self, *, is_whole: bool) -> str:
         line = f"\n{wrapped(self.line(), 2)}" if self.before or self.after else ""
         hints = "".join(f"\n{wrapped(f'hint: {hint}', 2)}" for hint in self.hints)
-        parts = [f"{self.summary()}{line}{hints}{self.note()}", self.tables(is_whole=is_whole)]
+        between = "\n\n" if line else "\n"
+        parts = [f"{self.summary()}{line}{hints}{self.note()}{between}{self.tables(is_whole=is_whole)}"]
         parts += [*filter(None, [self._layers(is_whole), wrapped(self.unfused or "", 2)])]
         return "\n\n".join(parts)
 
@@ -191,16 +192,17 @@ class Explanation(Report):
         small = self.remaining[len(large) :]
         rows = [(k.modules, f"{k.bytes:,}", f"{100 * k.share:.1f}", k.reason) for k in large]
         count = sum(found.bytes for found in small)
-        if large and small or self._share(count) >= SHOWN:
+        if (large and small) or self.share_of(count) >= SHOWN:
             reason = f"each below {SHOWN:.0%}, see table()"
             rows.append((f"and {len(small)} more", f"{count:,}", self._percent(count), reason))
         return rows
 
-    def _share(self, count: int) -> float:
+    def share_of(self, count: int) -> float:
+        """Return the share of so many bytes in what the whole model saved before."""
         return count / max(self.before, 1)
 
     def _percent(self, count: int) -> str:
-        return f"{100 * self._share(count):.1f}"
+        return f"{100 * self.share_of(count):.1f}"
 
 
 def _recomputed_line(block: BlockMemory) -> str:

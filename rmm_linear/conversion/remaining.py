@@ -41,6 +41,7 @@ _WHY = {  # the first pattern that an operator's name matches says what it saves
     r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
     r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
 }
+_REGION = "RegionFunctionBackward"
 RECOMPUTED_INPUTS = "inputs of recomputed blocks"
 _INPUTS = "the input of a block that activation checkpointing recomputes"
 _REMEDIES = {  # the first pattern that a reason matches says what to do about it; {0} is the share, {1} what it names
@@ -76,6 +77,14 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 Saved = tuple[Ledger, Mapping[StorageKey, Sequence[Saver]]]  # of one forward pass
+
+
+def book_regions(report: ConversionReport, saved: Saved) -> None:
+    """Give what a region of attention saves to its module, where the last of its linear layers runs meanwhile."""
+    ledger, savers = saved
+    for key, entry in ledger.storages.items():
+        if entry.modules[0] in report.converted and {one.name for one in savers.get(key, ())} == {_REGION}:
+            entry.modules[0] = entry.modules[0].rpartition(".")[0]
 
 
 def by_operation(report: ConversionReport, before: Saved, after: Saved) -> dict[str, OperationMemory]:

@@ -217,9 +217,10 @@ class ConversionReport(Report):
         """Return the report's first line.
 
         Returns:
-            ``key=value`` pairs behind ``rmm_linear:``, in a line of 100 columns, or two. Linear layers are ``converted``
-            if they save something compressed, ``exact``, ``exact_recomputed`` by activation checkpointing, ``frozen`` or
-            ``skipped``; then follow the modules of the other operations that save something compressed.
+            ``key=value`` pairs behind ``rmm_linear:``, in a line of 100 columns, or two. Linear layers are
+            ``converted`` if they save something compressed, ``exact``, ``exact_recomputed`` by activation
+            checkpointing, ``frozen`` or ``skipped``; then follow the modules of the other operations that save
+            something compressed. Zeros are left out.
         """
         counts = {name: count for name, count in self._counts().items() if count or name == "converted"}
         counts |= {"dry_run": True} if self.dry_run else {}
@@ -258,8 +259,8 @@ class ConversionReport(Report):
         """List in short what happens to each module.
 
         Returns:
-            The summary line, hints, what the modules of each operation save, and a table in which modules that differ in
-            numbers of their names share a row. What differs from the others of an operation is in the table.
+            The summary line, hints, what the modules of each operation save, and a table in which modules that differ
+            in numbers of their names share a row. What differs from the others of an operation is in the table.
         """
         silent, listed, usual = dict[str, list[str]](), list[tuple[str, ...]](), self._usual()
         for name, operation, _, saves in self._rows():
@@ -276,7 +277,7 @@ class ConversionReport(Report):
             lines.append(named_table(("module", "count", "operation", "saves instead"), rows))
         prefix = prefix_of([row[0] for row in rows])
         for why, names in silent.items():
-            said = why.replace(_EXACT, "and stay exact")
+            said = "frozen and save nothing" if why == _FROZEN else why.replace(_EXACT, "and stay exact")
             few = shown([name.removeprefix(prefix) for name in names])
             lines.append(wrapped(f"{len(names)} modules are {said}: {few}", 2))
         return "\n".join(lines)
@@ -351,7 +352,7 @@ class ConversionReport(Report):
         return reason if reason is not None and reason.endswith(_EXACT) else None
 
 
-_FROZEN = "frozen and save nothing"
+_FROZEN = "frozen"
 
 
 def _fate(reason: str | None) -> str:

@@ -117,8 +117,8 @@ class FitReport(Report):
         said += [f"What binds is {self.binds}."] if self.binds else []
         if self.noise:
             said.append(
-                "Whole-gradient ratio: variance added to the gradient of all parameters / its minibatch variance. "
-                "max_noise limits the variance ratio of single layers instead, which is larger."
+                "Variance ratio: variance added to the whole gradient / its minibatch variance. max_noise limits the "
+                "ratio of every single layer instead, which is larger."
             )
         said += [f"Note: {note}" for note in self.notes]
         lines = "\n".join(wrapped(line, 2) for line in said)

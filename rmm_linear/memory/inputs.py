@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.saved_graph import saved_in_graph
-from rmm_linear.memory.ledger import Ledger, SavedStorage, StorageKey, storage_key, track_saved
-
-_REGION = "RegionFunctionBackward"
+from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_saved
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,6 @@ def layer_inputs(
             output = call_with(model, batch)
             # Inside the block, while the graph is alive: its nodes know what they saved.
             savers, storages = _savers(output), dict(ledger.storages)
-            _book_regions(storages, savers)
             inputs = {
                 name: _layer_input(calls[name], name, storages, savers, names) for name in modules if name in calls
             }
@@ -104,14 +101,6 @@ def layer_inputs(
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _book_regions(storages: Mapping[StorageKey, SavedStorage], savers: Mapping[StorageKey, Sequence[Saver]]) -> None:
-    """Give what a region of attention saves to its module: it does so while its last linear layer runs."""
-    for key, found in savers.items():
-        if key in storages and all(one.name == _REGION for one in found):
-            modules = storages[key].modules
-            modules[0] = modules[0].rpartition(".")[0]
 
 
 def _layer_input(

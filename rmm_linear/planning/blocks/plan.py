@@ -36,6 +36,7 @@ _LABELS = {
     f"{CONVERT} tenth": "compress, 3 bits",
     f"{CONVERT} narrow": "compress, 1.6 bits",
 }
+_LEGEND = "saved: for the backward pass; peak: while in the block, without what the blocks before it save"
 APPLIED = "rmm_applied"  # attribute of a model with a plan: the handle by which rmm_linear.revert undoes it
 
 
@@ -164,7 +165,7 @@ class BlockPlan(Plan):
 
         Args:
             is_whole: Whether every block has a row; else those of one choice whose names differ in numbers share one.
-            has_noise: Whether the variance that each adds is shown.
+            has_noise: Whether the variance that compression adds is shown, by that of the whole gradient's minibatch.
 
         Returns:
             A table in which bytes saved, seconds and variances are sums, and the peak is the highest.
@@ -176,11 +177,10 @@ class BlockPlan(Plan):
         for pattern, names, (option,) in groups:
             blocks = [by_name[name] for name in names]
             saved, worst = sum(one.kept for one in blocks), max(one.worst for one in blocks)
-            seconds = f"{sum(one.seconds for one in blocks):+.2g}"
-            noise = f"{sum(one.noise for one in blocks):.2g}" if has_noise else ""
-            cells.append((pattern, str(len(names)), option, show_bytes(saved), show_bytes(worst), seconds, noise))
-        header = ("block", "count", "choice", "saved", "peak in it", "seconds added", "whole-gradient ratio")
-        return named_table(header, cells)
+            sums = (sum(one.seconds for one in blocks), sum(one.noise for one in blocks) if has_noise else 0.0)
+            added = (f"{one:.2g}" if one else "" for one in sums)
+            cells.append((pattern, option, show_bytes(saved), show_bytes(worst), *added))
+        return named_table(("block", "choice", "saved", "peak", "s added", "ratio"), cells) + f"\n{_LEGEND}"
 
     def _records(self) -> list[dict[str, Any]]:
         return [asdict(block) for block in self.blocks]
