@@ -76,7 +76,11 @@ def gradients(names):
 CONVERTED = r"^rmm_linear: converted=14 "
 FIT = r"^rmm_linear fit: "
 PRINTS = {
-    "README.md": [r"^rmm_linear: converted=\d+ .* logits=1\b", r"^rmm_linear: saved for backward: .* MiB \(\d+%\)", FIT],
+    "README.md": [
+        r"^rmm_linear: converted=\d+ .* logits=1\b",
+        r"^rmm_linear: saved for backward: .* MiB \(\d+%\)",
+        FIT,
+    ],
     "docs/use.md": [CONVERTED + r"norm=5 "],
     "docs/index.md": [CONVERTED],
     "docs/blocks.md": [

@@ -103,7 +103,7 @@ class Costs(Report):
         ]
         rows = rows if is_whole else [(pattern, *cells) for pattern, _, cells in grouped(rows)]
         header = ("block", "remains", "saved first", "transient", "GFLOP", "seconds", "random", "in place")
-        return f"{self.summary()}\n{named_table(header, rows)}\nof each block"
+        return f"{self.summary()}\n{named_table(header, rows)}\nEach figure is of one block."
 
     def node_table(self) -> str:
         """Return a row per node of the graph."""
