@@ -72,7 +72,7 @@ def wrapped(text: str, indent: int = 0, width: int = WIDTH) -> str:
 
 
 def keyed(prefix: str, parts: Iterable[str]) -> str:
-    """Join ``key=value`` pairs into a line behind a prefix, or into several that begin with it.
+    """Join ``key=value`` pairs into a line behind a prefix, and into indented ones where they are many.
 
     Example:
         >>> keyed("rmm_linear:", ["converted=2", "peak=8 MiB"])
@@ -80,8 +80,8 @@ def keyed(prefix: str, parts: Iterable[str]) -> str:
     """
     lines = [prefix]
     for part in (_shortened(one, WIDTH - len(prefix) - 1) for one in parts):
-        if len(lines[-1]) + len(part) >= WIDTH and lines[-1] != prefix:
-            lines.append(prefix)
+        if len(lines[-1]) + len(part) >= WIDTH and lines[-1] not in (prefix, " "):
+            lines.append(" ")
         lines[-1] += f" {part}"
     return "\n".join(lines)
 

@@ -93,7 +93,7 @@ class FitReport(Report):
         parts += [f"host={show_bytes(self.host)}"] if self.host else []
         parts += [] if self.time is None else [f"time={self.time:.3f}"]
         parts += [] if self.noise is None else [f"variance_ratio={self.noise:.3g}"]
-        return keyed("rmm_linear fit:", [*(f"{option}={count}" for option, count in counts.items()), *parts])
+        return keyed("rmm_linear fit:", [*parts, *(f"{option}={count}" for option, count in counts.items())])
 
     def __str__(self) -> str:
         return self._text(is_whole=False)
