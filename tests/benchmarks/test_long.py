@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.planning.fit_steps import step_of
-from benchmarks.planning.long_longest import Longest
+from benchmarks.planning.long_longest import MEMORIES, Longest, picture
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import CHUNKED, Stored, errors, gradients_of, plan_of, small
 from benchmarks.planning.long_tiles import TILED, WHOLE, Working
@@ -52,8 +52,7 @@ def test_a_plan_for_all_layers_has_the_gradients_of_the_exact_one(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "part",
-    ["tiles", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("store", "least", "random", "longest"))],
+    "part", ["tiles", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("store", "least", "random", "longest"))]
 )
 def test_small_runs(part: str, tmp_path: Path) -> None:
     assert main(["long", "--parts", part, "--tiny", "--out", str(tmp_path), "--commit", "abc"]) == 0
