@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from glue_finetune.errors import Interrupted, UserError
 from rmm_linear._support.installing import INSTALL_EXTRA
 
-_NEEDED = ("transformers", "datasets", "evaluate", "filelock", "sklearn", "scipy", "pandas", "matplotlib", "rich")
+_NEEDED = ("transformers", "datasets", "evaluate", "filelock", "sklearn", "scipy", "pandas", "matplotlib")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from glue_finetune.checkpoints import complete_checkpoints, has_files, make_fold
 from glue_finetune.errors import UserError
 from glue_finetune.flags import PROGRAM, flags_parser
 from glue_finetune.modeling import check_conversion
-from glue_finetune.training import check_run, read_results
+from glue_finetune.training import SHORT_REPORTS, check_run, read_results
 from rmm_linear._support.files import replacing, write_text
 from rmm_linear._support.tables import table as markdown
 
@@ -204,7 +204,8 @@ def _execute(runs: Sequence[Run], pending: Sequence[Run], overwrite: bool) -> in
 def run_process(argv: Sequence[str]) -> int:
     """Run this program in another process, hand it the signals that come meanwhile, and return its exit status."""
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Every run of a comparison converts alike: a line about it is enough.
+    environment = {**os.environ, SHORT_REPORTS: "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # A group of its own: the terminal sends Ctrl-C to this process alone, and the child gets it once, from here.
     with (
         subprocess.Popen([sys.executable, "-m", PROGRAM, *argv], env=environment, start_new_session=True) as process,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -62,6 +63,9 @@ from rmm_linear.integrations.pretrained import save_conversion
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.transformers import ProbeCallback
 
+SHORT_REPORTS = (
+    "RMM_GLUE_SHORT_REPORTS"  # an environment variable: runs of a comparison print a line of their conversion
+)
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "transformers", "datasets", "evaluate", "accelerate", "numpy")
@@ -113,7 +117,8 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     if training.process_index == 0:
         # What the whole model saves is measured in a later step; what fits a budget, in the first one.
         saved = "exact: every layer saves its whole input" if glue.max_memory is None else "exact until the first step"
-        print(saved if report is None else report.modules())
+        is_short = SHORT_REPORTS in os.environ
+        print(saved if report is None else report.summary() if is_short else report.modules())
     length = limit_length(tokenizer, glue.max_seq_length)
     dev: dict[str, Any] = {name: tokenize(rows, tokenizer, length) for name, rows in data.dev.items()}
     train_rows: Any = tokenize(data.train, tokenizer, length)
@@ -201,7 +206,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
                 probe.results.to_csv(folder / VARIANCE_FILE)
             print(
                 "variance ratio of the sketches (added variance / variance of the minibatch gradient), from "
-                f"{VARIANCE_FILE}:\n{probe.results.summary()}"
+                f"{VARIANCE_FILE}:\n{probe.results}"
             )
         with saving(folder / RESULTS_FILE):
             write_json(folder / RESULTS_FILE, results)

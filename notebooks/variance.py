@@ -19,8 +19,7 @@
 #   save codes of few bits. The gradient stays unbiased and becomes noisy.
 # - Minibatch sampling adds noise anyway. The *variance ratio*, added variance divided by the minibatch's, says how much
 #   more it is; well below 1 it hardly affects training.
-# - Every figure here is exact or measured, and nothing needs a network. All cells together take about three minutes on
-#   two cores; those that take long say how far they are.
+# - Every figure here is exact or measured, and nothing needs a network. All cells take about three minutes of a CPU.
 
 # %%
 import os
@@ -35,6 +34,7 @@ from transformers import (
     RobertaConfig,
     RobertaForSequenceClassification,
 )
+from transformers.utils import logging
 
 import rmm_linear
 from glue_finetune.acceptability import make_corpus
@@ -64,6 +64,7 @@ from rmm_linear.variance.plots import (
 SHORT = os.environ.get("RMM_NOTEBOOK") == "short"
 BATCH, EPOCHS, STEPS = (16, 2, 2) if SHORT else (64, 5, 10)
 torch.manual_seed(0)
+logging.set_verbosity_error()  # that the head is new is known
 
 # %% [markdown]
 # ## A task and a model
@@ -118,7 +119,7 @@ ABOUT = f"RoBERTa with {LAYERS} layers, generated sentences, batches of {BATCH}"
 # %%
 model = load_model().train()
 report = rmm_linear.convert(model, memory=0.1, min_rows=16 if SHORT else 64)
-print(report.summary())
+print(report.modules())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for batch in batches[:STEPS]:
     optimizer.zero_grad()
@@ -166,9 +167,11 @@ x, y = record.x, record.grad_output
 setting = {"kind": "countsketch", "rows": len(x) // 10, "bits": 4, "mask": record.mask}
 simulated = simulate_variance(x, y, draws=100 if SHORT else 500, **setting)
 exact = sketch_variance(x, y, draws=16 if SHORT else 64, **setting)  # with so few rows the rounding term varies with S
-print(f"{record.name}: sketch {float(exact):.4g}, simulated {simulated.interval(0.99)}")
+low, high = simulated.interval(0.99)
+print(f"{record.name}: sketch {float(exact):.4g}, simulated {low:.4g} to {high:.4g}")
 simulated = simulate_sgd_variance(x, y, samples=record.samples, draws=100 if SHORT else 500)
-print(f"minibatch {float(sgd_variance(x, y, samples=record.samples)):.4g}, simulated {simulated.interval(0.99)}")
+low, high = simulated.interval(0.99)
+print(f"minibatch {float(sgd_variance(x, y, samples=record.samples)):.4g}, simulated {low:.4g} to {high:.4g}")
 
 # %% [markdown]
 # ## Choose a ratio from a noise target

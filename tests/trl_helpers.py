@@ -57,7 +57,9 @@ def trl_trainer(kind, folder, *, seed=1, lora=True, model=None, callbacks=(), rm
         from peft import LoraConfig
 
         disable_progress_bars()
-        trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = 64  # columns of the vocabulary, of which TRL takes 32,768 at once
+        trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = (
+            64  # columns of the vocabulary, of which TRL takes 32,768 at once
+        )
         logging.getLogger("transformers").setLevel(logging.ERROR)
         name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[kind]
         own = {"max_steps": 2, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True, "bf16": False}

@@ -124,15 +124,22 @@ def _mark(axis: Any, method: str, kept: float, value: float, error: float = math
 
 
 def _spread(axis: Any) -> None:
-    """Put every name of an axis where it hides neither a point nor another name, or else where the first would go."""
+    """Put every name of an axis where it hides no point, no bar and no other name, or else where it hides fewest."""
     from matplotlib.transforms import Bbox
 
     points = [axis.transData.transform(name.xy) for name in axis.texts]
     taken = [Bbox.from_bounds(x - _SIZE / 2, y - _SIZE / 2, _SIZE, _SIZE) for x, y in points]
+    bars = [bar for container in axis.containers for bar in container[2]]
+    ends = [axis.transData.transform(segment) for bar in bars for segment in bar.get_segments()]
+    bars = [Bbox.from_extents(low[0] - 1, low[1], high[0] + 1, high[1]) for low, high in ends]
+
+    def hides(box: Any) -> tuple[bool, int, int]:
+        is_outside = box.x0 < axis.bbox.x0 or box.x1 > axis.bbox.x1
+        return is_outside, sum(map(box.overlaps, taken)), sum(map(box.overlaps, bars))
+
     for name in axis.texts:
         found = [_at(name, place) for place in _PLACES]
-        free = [box for box in found if not any(box.overlaps(other) for other in taken)]
-        taken.append((free or found)[0])
+        taken.append(min(found, key=hides))
         _at(name, _PLACES[found.index(taken[-1])])
 
 

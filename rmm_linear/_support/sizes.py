@@ -41,7 +41,7 @@ def read_share(name: str, value: object) -> float | None:
         return None
     if not 0 < share <= 1:
         raise ValueError(
-            f'{name} as a share must be in (0, 1], or (0 %, 100 %], got {value!r}. Use an integer or a text such as '
+            f"{name} as a share must be in (0, 1], or (0 %, 100 %], got {value!r}. Use an integer or a text such as "
             '"2GB" for bytes.'
         )
     return share

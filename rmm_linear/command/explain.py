@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rmm_linear._support.quiet import quiet
 from rmm_linear.command import PROGRAM
 from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.explained import explained
+from rmm_linear.conversion.explained import explained, keep_exact_on
 
 
 def explain_model(arguments: argparse.Namespace) -> int:
@@ -28,8 +29,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         config = config.replace(operations=arguments.operations)
     model = random_model(arguments.model)
     batch = batch_for(model, arguments)
-    report = convert(model, config)
+    with quiet():
+        report = convert(model, config)
     with running(model, is_random=arguments.batch is None):
+        assert report.context is not None  # noqa: S101
+        with quiet():
+            keep_exact_on(model, report.context, batch)
         found = explained(model, report, batch)
     print(found)
     return 0

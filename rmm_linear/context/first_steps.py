@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.autograd import Variable
 
-from rmm_linear._support.tables import pattern_of
+from rmm_linear._support.tables import folded
 from rmm_linear.context.checkpointing import how_to_turn_off
 from rmm_linear.context.surroundings import in_backward
 
@@ -157,10 +157,7 @@ def shown(names: Sequence[str]) -> str:
 
     Example:
         >>> shown(["0", "1.2.bias", "1.3.bias", "head", "last"])
-        '0, 1.*.bias, head, …'
+        '0, 1.{2-3}.bias, head, …'
     """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(pattern_of(name), []).append(name)
-    patterns = [pattern if len(group) > 1 else group[0] for pattern, group in groups.items()]
+    patterns = [*folded(names)]
     return ", ".join(patterns[:_SHOWN]) + (", …" if len(patterns) > _SHOWN else "")

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from rmm_linear._support.quiet import quiet
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import revert
-from rmm_linear.conversion.explained import explained
+from rmm_linear.conversion.explained import explained, keep_exact_on
 from rmm_linear.conversion.explanation import Explanation
 from rmm_linear.memory.inputs import check_example
 
@@ -18,8 +19,9 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
     """Run a model before and after a trial conversion and report the bytes saved for backward.
 
     They are listed by operation; by what is still saved uncompressed, and why; and by linear layer, with the reason
-    where a sketch would not reduce them. Three forward passes in training mode are run, and no backward pass. Layers,
-    buffers, random number generators and training mode are restored.
+    where a sketch would not reduce them. Modules that would free nothing are exact, as they are in training from its
+    second step on. Four forward passes in training mode are run, and no backward pass. Layers, buffers, random number
+    generators and training mode are restored.
 
     Args:
         model: A model that is not converted.
@@ -42,8 +44,12 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
         LayerMemory(before=256000, after=25608, reason=None)
     """
     check_example(model, batch)
-    report = convert(model, config, **overrides)
+    with quiet():  # the conversion is for a while
+        report = convert(model, config, **overrides)
     try:
+        assert report.context is not None  # noqa: S101
+        with quiet():
+            keep_exact_on(model, report.context, batch)
         return explained(model, report, batch)
     finally:
         revert(model)

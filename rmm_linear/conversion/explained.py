@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.sizes import show_bytes
 from rmm_linear.config import OPERATIONS
+from rmm_linear.context.first_steps import how_to_turn_off
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.conversion.checkpointed import block_memory, inside, noting_recomputed
+from rmm_linear.conversion.checkpointed import block_memory, checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.exact import exact_but, set_aside
 from rmm_linear.conversion.explanation import Explanation, LayerMemory
 from rmm_linear.conversion.names import first_names
-from rmm_linear.conversion.remaining import Reasons, by_operation, still_saved
+from rmm_linear.conversion.remaining import RECOMPUTED_INPUTS, Reasons, book_regions, by_operation, still_saved
 from rmm_linear.conversion.report import RECOMPUTED, ConversionReport
 from rmm_linear.memory.inputs import (
     LayerInput,
@@ -45,6 +47,7 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
             reasons = {n: _LOWERS_PEAK if n in report.checkpointed else unsaved_reason(i) for n, i in found.items()}
         with noting_recomputed(model) as noted:
             after, savers = saved_tensors(model, batch)
+        book_regions(report, (after, savers))
         why.note_recomputed(noted.inputs)
         why.note_attention(model)
         block = block_memory(model, batch) if report.checkpointed else None
@@ -61,11 +64,28 @@ def explained(model: nn.Module, report: ConversionReport, batch: Any) -> Explana
             continue
         owner = owners.get(seen.storage, name)
         own = seen.bytes if seen.storage is not None and not seen.others and owner == name else 0
-        shared = None if owner == name else f"the same tensor as the input of {owner}"
+        shared = None if owner == name else f"the same input as {_seen_from(owner, name)}"
         layers[name] = LayerMemory(own, after.by_module.get(name, 0), few.get(name) or reasons.get(name) or shared)
-    compressed, remaining, kinds = still_saved(after.storages, savers, why, before.total)
+    compressed, remaining, kinds, hints = still_saved(after.storages, savers, why, before.total)
     sums = by_operation(report, (before, savers_before), (after, savers))
-    return Explanation(layers, before.total, after.total, sums, remaining, compressed, block, report.unfused, kinds)
+    if block is not None and block.packed < block.before:
+        saved, count = kinds.get(RECOMPUTED_INPUTS, 0), len(checkpointed_blocks(model))
+        hints.insert(
+            0,
+            f"checkpointing is on: {count} blocks are recomputed, and the modules inside stay exact. Off, the blocks "
+            f"would save about {show_bytes(count * block.packed)} compressed, instead of their inputs of "
+            f"{show_bytes(saved)}, and nothing is computed twice: {how_to_turn_off(model)}",
+        )
+    return Explanation(
+        layers, before.total, after.total, sums, remaining, compressed, block, report.unfused, kinds, tuple(hints[:2])
+    )
+
+
+def _seen_from(owner: str, name: str) -> str:
+    """Return a layer's name without what it begins with in common with another's."""
+    parts, others = owner.split("."), name.split(".")
+    common = next((i for i, (one, other) in enumerate(zip(parts, others, strict=False)) if one != other), 0)
+    return ".".join(parts[common:])
 
 
 def keep_exact_on(model: nn.Module, context: ModelContext, batch: Any) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rmm_linear._support.tables import table
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import grouped, named_table, table, wrapped
 from rmm_linear.conversion.checkpointed import BlockMemory
 
 SHOWN = 0.02  # modules with a smaller share are summed when an explanation is printed
+_LEAST = 0.005  # operations with a smaller share are not in the line
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Keeper:
     """Modules that still save something uncompressed after the conversion.
 
     Attributes:
-        modules: Their name; where several differ in numbers only, ``layer.*.name``; "" is the model itself.
+        modules: Their name; where several differ in numbers only, ``layer.{0-5}.name``; "" is the model itself.
         bytes: Bytes that they save uncompressed, each storage counted for the module that saves it first.
         share: ``bytes`` divided by all that the model saves now.
         reason: Why.
@@ -56,9 +58,9 @@ class Keeper:
     reason: str
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """The result of :func:`explain`.
+@dataclass(frozen=True, repr=False)
+class Explanation(Report):
+    """The result of :func:`explain`. All shares are of what the whole model saved before.
 
     Attributes:
         layers: Name of every layer to convert to its bytes.
@@ -71,6 +73,7 @@ class Explanation:
         recomputed: Bytes of the first block that activation checkpointing recomputes, while it does; or None.
         unfused: See :class:`~rmm_linear.ConversionReport`.
         kinds: What ``remaining`` is of, such as "experts", to its bytes, the most bytes first.
+        hints: What would save most of what remains, two sentences at most.
     """
 
     layers: dict[str, LayerMemory]
@@ -82,76 +85,132 @@ class Explanation:
     recomputed: BlockMemory | None = None
     unfused: str | None = None
     kinds: dict[str, int] = field(default_factory=dict)
+    hints: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain JSON types.
 
         Returns:
-            A dictionary with the keys layers, before, after, operations, remaining, stand_ins, recomputed, unfused and
-            kinds.
+            A dictionary with the keys layers, before, after, operations, remaining, stand_ins, recomputed, unfused,
+            kinds and hints.
         """
         return asdict(self)
 
-    def line(self) -> str:
-        """Return the totals, the share of each operation's bytes that remains, and what stays uncompressed.
+    def summary(self) -> str:
+        """Return the totals as ``key=value`` pairs.
 
         Returns:
             One line.
         """
-        parts = [
-            f"{name} {memory.after / memory.before:.0%}" for name, memory in self.operations.items() if memory.before
-        ]
         share = self.after / max(self.before, 1)
-        text = f"saved for backward: {_change(self.before, self.after)} MiB ({share:.0%}): {', '.join(parts)}"
-        shares = {kind: count / max(self.before, 1) for kind, count in self.kinds.items()}
-        if large := [f"{share:.0%} stays: {kind}" for kind, share in shares.items() if share >= SHOWN]:
-            text += f"; {', '.join(large)}"
-        if self.recomputed is not None:
-            text += f"; {self._recomputed_line(self.recomputed)}"
+        return f"rmm_linear: saved_before={self.before} saved_after={self.after} share={share:.3f}"
+
+    def line(self) -> str:
+        """Return the totals, and the shares of what the model saved before: by operation, and what stays uncompressed.
+
+        Returns:
+            One line.
+        """
+        shares = {name: self.share_of(memory.after) for name, memory in self.operations.items()}
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST)
+        text = f"saved for backward: {_change(self.before, self.after)} MiB ({self.share_of(self.after):.0%})"
+        text += f": {parts}" if parts else ""
+        kinds = {kind: self.share_of(count) for kind, count in self.kinds.items()}
+        if large := [f"{share:.0%} {kind}" for kind, share in kinds.items() if share >= SHOWN]:
+            text += f"; not compressed: {', '.join(large)}"
         return text
 
-    def _recomputed_line(self, block: BlockMemory) -> str:
-        change = f"stays {_mib(block.before)}" if block.after == block.before else _change(block.before, block.after)
-        text = f"while activation checkpointing recomputes {block.name}, inside of it: {change} MiB"
-        if block.packed < block.after:
-            text += f', and checkpointed="packed" would make it {_mib(block.packed)} MiB'
-        return text
+    def note(self) -> str:
+        """Return what a recomputed block saves while it is recomputed, in lines of its own; "" where none is."""
+        return "" if self.recomputed is None else f"\n{wrapped(_recomputed_line(self.recomputed), 2)}"
 
     def __str__(self) -> str:
-        """Return lines with the totals, and tables of the operations, of what remains, and of the layers."""
-        share = self.after / max(self.before, 1)
-        head = f"rmm_linear: saved_before={self.before} saved_after={self.after} share={share:.3f}"
-        rows = [(n, f"{m.before:,}", f"{m.after:,}", m.reason or "") for n, m in self.layers.items()]
-        layers = table(("layer", "bytes now", "bytes after", "why it does not shrink"), rows)
-        line = f"{self.line()}\n\n" if self.before or self.after else ""
-        hint = "" if self.unfused is None else f"\n\n{self.unfused}"
-        return f"{line}{head}\n{self.tables()}\n\n{layers}{hint}"
+        """Return the totals, hints, and tables: of operations, of what remains, and of layers that save something."""
+        return self._text(is_whole=False)
 
-    def tables(self) -> str:
+    def table(self) -> str:
+        """Return the same with every layer and everything that remains, in rows of their own.
+
+        Returns:
+            Text.
+        """
+        return self._text(is_whole=True)
+
+    def _text(self, *, is_whole: bool) -> str:
+        line = f"\n{wrapped(self.line(), 2)}" if self.before or self.after else ""
+        hints = "".join(f"\n{wrapped(f'hint: {hint}', 2)}" for hint in self.hints)
+        between = "\n\n" if line else "\n"
+        parts = [f"{self.summary()}{line}{hints}{self.note()}{between}{self.tables(is_whole=is_whole)}"]
+        parts += [*filter(None, [self._layers(is_whole), wrapped(self.unfused or "", 2)])]
+        return "\n\n".join(parts)
+
+    def tables(self, *, is_whole: bool = False) -> str:
         """Return what each operation saves, and what is still saved uncompressed.
+
+        Args:
+            is_whole: Whether operations that save nothing and small modules have rows too.
 
         Returns:
             Two tables, or why there are none.
         """
         if not self.before and not self.after:
             return "Nothing is saved for the backward pass of this batch: no output of the model needs a gradient."
-        sums = [(n, f"{m.before:,}", f"{m.after:,}") for n, m in self.operations.items()]
-        parts = [table(("operation", "bytes now", "bytes after"), sums)]
-        parts += (
-            [table(("still saved, not compressed", "bytes", "% of now", "why"), self._left())] if self.remaining else []
-        )
+        sums = [
+            (n, f"{m.before:,}", self._percent(m.before), f"{m.after:,}", self._percent(m.after))
+            for n, m in self.operations.items()
+            if is_whole or m.before or m.after
+        ]
+        total = ("all", f"{self.before:,}", self._percent(self.before), f"{self.after:,}", self._percent(self.after))
+        parts = [table(("operation", "bytes before", "%", "bytes after", "% of before"), [*sums, total])]
+        if rows := self._left(is_whole):
+            parts.append(named_table(("still saved, not compressed", "bytes", "% of before", "why"), rows))
         return "\n\n".join(parts)
 
-    def _left(self) -> list[tuple[str, str, str, str]]:
-        large = [found for found in self.remaining if found.share >= SHOWN]
+    def _layers(self, is_whole: bool) -> str:
+        """Return a table of the linear layers: of those that save something, like ones in a row; or of all."""
+        if is_whole:
+            rows = [(n, "1", f"{m.before:,}", f"{m.after:,}", m.reason or "") for n, m in self.layers.items()]
+        else:
+            seen = {name: one for name, one in self.layers.items() if one.before or one.after}
+            groups = grouped((name, str(m.before), str(m.after), m.reason or "") for name, m in seen.items())
+            rows = [
+                (pattern, str(len(names)), f"{len(names) * int(before):,}", f"{len(names) * int(after):,}", reason)
+                for pattern, names, (before, after, reason) in groups
+            ]
+        if not rows:
+            return ""
+        silent = 0 if is_whole else sum(not one.before and not one.after for one in self.layers.values())
+        left_out = f"\nLinear layers that save nothing of their own: {silent}" if silent else ""
+        header = ("layer", "count", "bytes before", "bytes after", "why not less")
+        return f"{named_table(header, rows)}{left_out}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"layer": name, **vars(memory)} for name, memory in self.layers.items()]
+
+    def _left(self, is_whole: bool) -> list[tuple[str, ...]]:
+        large = [found for found in self.remaining if is_whole or found.share >= SHOWN]
         small = self.remaining[len(large) :]
-        rows = [(k.modules or "(model)", f"{k.bytes:,}", f"{100 * k.share:.1f}", k.reason) for k in large]
-        if small:
-            count = sum(found.bytes for found in small)
-            more = f"and {len(small)} more" if large else f"modules: {len(small)}"
-            share = f"{100 * count / max(self.before, 1):.1f}"
-            rows.append((more, f"{count:,}", share, f"each below {SHOWN:.0%}, see remaining"))
+        rows = [(k.modules, f"{k.bytes:,}", f"{100 * k.share:.1f}", k.reason) for k in large]
+        count = sum(found.bytes for found in small)
+        if (large and small) or self.share_of(count) >= SHOWN:
+            reason = f"each below {SHOWN:.0%}, see table()"
+            rows.append((f"and {len(small)} more", f"{count:,}", self._percent(count), reason))
         return rows
+
+    def share_of(self, count: int) -> float:
+        """Return the share of so many bytes in what the whole model saved before."""
+        return count / max(self.before, 1)
+
+    def _percent(self, count: int) -> str:
+        return f"{100 * self.share_of(count):.1f}"
+
+
+def _recomputed_line(block: BlockMemory) -> str:
+    change = f"stays {_mib(block.before)}" if block.after == block.before else _change(block.before, block.after)
+    text = f"While activation checkpointing recomputes {block.name}, inside of it: {change} MiB"
+    if block.packed < block.after:
+        text += f', and checkpointed="packed" would make it {_mib(block.packed)} MiB'
+    return f"{text}."
 
 
 def _change(before: int, after: int) -> str:

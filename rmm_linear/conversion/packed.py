@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.patterns import matches
-from rmm_linear._support.tables import pattern_of
+from rmm_linear._support.tables import folded
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule
@@ -324,7 +324,4 @@ def _named(places: Places) -> str:
 
 def _siblings(names: list[str]) -> str:
     """Return the names, of numbered siblings what they have in common."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(pattern_of(name), []).append(name)
-    return ", ".join((same[0] if len(same) == 1 else pattern) or "the model" for pattern, same in groups.items())
+    return ", ".join(pattern or "the model" for pattern in folded(names))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear._support.tables import pattern_of
+from rmm_linear._support.tables import grouped
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.explanation import Keeper, OperationMemory
 from rmm_linear.conversion.linears import is_linear_like
@@ -41,6 +41,20 @@ _WHY = {  # the first pattern that an operator's name matches says what it saves
     r"Mul|Div": "a factor of an elementwise product, or the mask of a dropout that is called as a function",
     r"Pow|R?[Ss]qrt|Exp|Log|Sin|Cos|Var.*|Std.*|LinalgVectorNorm": "the argument or the result of a function",
 }
+_REGION = "RegionFunctionBackward"
+RECOMPUTED_INPUTS = "inputs of recomputed blocks"
+_INPUTS = "the input of a block that activation checkpointing recomputes"
+_REMEDIES = {  # the first pattern that a reason matches says what to do about it; {0} is the share, {1} what it names
+    r"attn_implementation is '(\w+)'": "attention is {1}: {0} stays, use model.set_attn_implementation('sdpa')",
+    r"operations does not have '(\w+)'": "operations lacks {1}: {0} stays, add {1!r} to operations",
+    r"the probabilities of a softmax": (
+        "attention has a softmax of its own: {0} stays, use torch.nn.functional.scaled_dot_product_attention"
+    ),
+    r"an activation that is called as a function": (
+        "activations are called as functions: {0} stays, call modules such as nn.GELU()"
+    ),
+}
+_WORTH = 0.05  # the least share that is worth a hint
 
 
 def uncompressed(names: Mapping[nn.Module, str], report: ConversionReport) -> dict[str, str]:
@@ -63,6 +77,14 @@ def _kind_of(module: nn.Module) -> str | None:
 
 
 Saved = tuple[Ledger, Mapping[StorageKey, Sequence[Saver]]]  # of one forward pass
+
+
+def book_regions(report: ConversionReport, saved: Saved) -> None:
+    """Give what a region of attention saves to its module, where the last of its linear layers runs meanwhile."""
+    ledger, savers = saved
+    for key, entry in ledger.storages.items():
+        if entry.modules[0] in report.converted and {one.name for one in savers.get(key, ())} == {_REGION}:
+            entry.modules[0] = entry.modules[0].rpartition(".")[0]
 
 
 def by_operation(report: ConversionReport, before: Saved, after: Saved) -> dict[str, OperationMemory]:
@@ -134,7 +156,8 @@ class Reasons:
 
     def kind(self, name: str, reason: str) -> str:
         """Say in a word or two what saves a storage of a module, for a reason."""
-        return _nearest(name, self._report.uncompressed) or ("the loss" if reason == self._loss else "others")
+        words = {self._loss: "the loss", _INPUTS: RECOMPUTED_INPUTS}
+        return _nearest(name, self._report.uncompressed) or words.get(reason, "others")
 
     def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
         """Say why a storage is saved."""
@@ -145,7 +168,7 @@ class Reasons:
         if operators and key in self._batch:
             return "the batch itself, which is in memory anyway"
         if key in self._recomputed:
-            return "the input of a block that activation checkpointing recomputes"
+            return _INPUTS
         if not operators:
             return "no output of the model that needs a gradient depends on it"
         known = (text for one in operators for pattern, text in _WHY.items() if re.fullmatch(pattern, one))
@@ -184,31 +207,42 @@ def still_saved(
     savers: Mapping[StorageKey, Sequence[Saver]],
     reasons: Reasons,
     before: int,
-) -> tuple[int, list[Keeper], dict[str, int]]:
+) -> tuple[int, list[Keeper], dict[str, int], list[str]]:
     """Divide what a converted model saves into the bytes of compressed activations, and the rest, the most bytes first.
 
-    The rest is given by modules, of which those whose names differ in numbers only are one entry, and by its kinds.
+    The rest is given by modules, of which those whose names differ in numbers only are one entry, and by its kinds;
+    the last are sentences on what would save most of it.
     """
-    compressed, kinds = 0, Counter[str]()
-    groups: dict[str, dict[str, dict[tuple[tuple[str, ...], str], int]]] = {}  # pattern, name, what and why: bytes
+    compressed, kinds, remedies = 0, Counter[str](), Counter[str]()
+    modules: dict[str, Counter[tuple[tuple[str, ...], str]]] = {}
     for key, entry in storages.items():
         found, name = savers.get(key, ()), entry.modules[0]
         if found and all(saver.is_stand_in for saver in found):
             compressed += entry.bytes
             continue
-        counts = groups.setdefault(pattern_of(name), {}).setdefault(name, {})
         why = reasons.why(key, name, found)
-        counts[why] = counts.get(why, 0) + entry.bytes
+        modules.setdefault(name, Counter())[why] += entry.bytes
         kinds[reasons.kind(name, why[1])] += entry.bytes
+        remedies[why[1]] += entry.bytes
+    groups = grouped((name, f"{reasons.class_of(name)}: {_joined(counts)}") for name, counts in modules.items())
     result: list[Keeper] = []
-    for pattern, names in groups.items():
-        first, total = next(iter(names)), Counter[tuple[tuple[str, ...], str]]()
-        for counts in names.values():
-            total.update(counts)
-        count = total.total()
-        reason = f"{reasons.class_of(first)}: {_joined(total)}"
-        result.append(Keeper(first if len(names) == 1 else pattern, count, count / max(before, 1), reason))
-    return compressed, sorted(result, key=lambda found: -found.bytes), dict(kinds.most_common())
+    for pattern, names, (reason,) in groups:
+        count = sum(modules[name].total() for name in names)
+        result.append(Keeper(pattern, count, count / max(before, 1), reason))
+    result.sort(key=lambda found: -found.bytes)
+    return compressed, result, dict(kinds.most_common()), _hints(remedies, before)
+
+
+def _hints(reasons: Counter[str], before: int) -> list[str]:
+    """Say what would save the most of what remains."""
+    found = Counter[tuple[str, str]]()
+    for reason, count in reasons.items():
+        matches = ((re.search(pattern, reason), remedy) for pattern, remedy in _REMEDIES.items())
+        match, remedy = next(((match, remedy) for match, remedy in matches if match), (None, ""))
+        if match:
+            found[remedy, "".join(match.groups())] += count
+    shares = [(remedy, named, count / max(before, 1)) for (remedy, named), count in found.most_common(2)]
+    return [remedy.format(f"{share:.0%}", named) for remedy, named, share in shares if share >= _WORTH]
 
 
 def _joined(counts: Counter[tuple[tuple[str, ...], str]]) -> str:

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.tables import pattern_of, table
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import grouped, keyed, named_table, prefix_of, wrapped
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.first_steps import shown
 from rmm_linear.context.learned import GradientRows, ScoreSpread
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
@@ -20,6 +22,10 @@ _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself,
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
 _ANYWAY = f"another operation keeps what it would free, {_EXACT}"
 _STAYS = "stays: "
+_CHECKPOINTED = (
+    "checkpointing is on: {} modules are recomputed and stay exact, so they save nothing. Turn it off "
+    '(gradient_checkpointing=False), or lower the peak inside of a recomputed block by checkpointed="packed"'
+)
 _NOT_MEASURED = "To measure what the whole model saves, pass a batch: convert(model, example=batch)."
 
 
@@ -63,8 +69,8 @@ class PackedEntry:
     config: RMMConfig
 
 
-@dataclass(frozen=True)
-class ConversionReport:
+@dataclass(frozen=True, repr=False)
+class ConversionReport(Report):
     """The result of :func:`rmm_linear.convert`.
 
     Attributes:
@@ -94,7 +100,7 @@ class ConversionReport:
     memory: Explanation | None = None
     unfused: str | None = None
     uncompressed: dict[str, str] = field(default_factory=dict)
-    context: ModelContext | None = field(default=None, repr=False, compare=False)
+    context: ModelContext | None = field(default=None, compare=False)
 
     @property
     def frozen(self) -> list[str]:
@@ -211,60 +217,121 @@ class ConversionReport:
         """Return the report's first line.
 
         Returns:
-            One line of ``key=value`` pairs behind ``rmm_linear:``.
+            ``key=value`` pairs behind ``rmm_linear:``, in a line of 100 columns, or two. Linear layers are
+            ``converted`` if they save something compressed, ``exact``, ``exact_recomputed`` by activation
+            checkpointing, ``frozen`` or ``skipped``; then follow the modules of the other operations that save
+            something compressed. Zeros are left out.
         """
-        config = self.config
-        exact = {n for n in self.checkpointed if config.for_module(n).checkpointed == "exact"} - {*self.frozen}
-        counts = Counter(e.operation for e in self.packed.values() if e.name not in exact)
-        converted = len({*self.converted} - {*self.frozen} - exact) + counts.pop("linear", 0)
-        packed = "".join(f" {name}={count}" for name, count in counts.items())
-        recomputed = f" exact_recomputed={len(exact)}" if exact else ""
-        return (
-            f"rmm_linear: converted={converted}{packed}{recomputed} skipped={len(self.skipped)} "
-            f"frozen={len(self.frozen)} kind={config.kind} {_amount(config, '=')} min_rows={config.min_rows} "
-            f"dry_run={self.dry_run}"
-        )
+        counts = {name: count for name, count in self._counts().items() if count or name == "converted"}
+        counts |= {"dry_run": True} if self.dry_run else {}
+        return keyed("rmm_linear:", (f"{name}={count}" for name, count in counts.items()))
+
+    def _counts(self) -> dict[str, int]:
+        """Count what becomes of the linear layers, and the modules of other operations that are not exact."""
+        reasons = self.linear_exact
+        fates = Counter("frozen" if one.frozen else _fate(reasons.get(name)) for name, one in self.converted.items())
+        packed = Counter(one.operation for one in self.packed.values() if self._why_exact(one) is None)
+        fates["converted"] += packed.pop("linear", 0)
+        linear = {name: fates[name] for name in ("converted", "exact", "exact_recomputed", "frozen")}
+        return {**linear, "skipped": len(self.skipped), **packed}
+
+    def hints(self) -> list[str]:
+        """Return what would save more, two sentences at most."""
+        if self.memory is not None:
+            return [*self.memory.hints]
+        names = [name for name, one in (self.converted | self.packed).items() if self._why_exact(one) == RECOMPUTED]
+        return [_CHECKPOINTED.format(len(names))] if names else []
 
     def __str__(self) -> str:
         """Return :meth:`modules`, and what the whole model saves."""
-        memory = _NOT_MEASURED if self.memory is None else f"{self.memory.line()}\n\n{self.memory.tables()}"
-        return f"{self.modules()}\n\n{memory}"
+        return f"{self.modules()}\n\n{self._memory(is_whole=False)}"
 
-    def modules(self) -> str:
-        """List what happens to each module.
+    def table(self) -> str:
+        """Return a row for every module, and all that the whole model saves.
 
         Returns:
-            The summary line, and a table in which numbered siblings share a row.
+            Text.
         """
-        left = {} if self.memory is None else {one.modules: f", {one.bytes:,} bytes" for one in self.memory.remaining}
-        rows = [
-            (pattern, str(len(names)), *cells, saved + (left.get(pattern, "") if saved.startswith(_STAYS) else ""))
-            for (pattern, *cells, saved), names in _grouped(self._rows()).items()
-        ]
-        hint = "" if self.unfused is None else f"\n{self.unfused}"
-        return f"{self.summary()}\n{table(('module', 'count', 'in', 'out', 'saved'), rows)}{hint}"
+        listed = named_table(("module", "operation", "in → out", "saves"), self._rows())
+        return f"{self._head()}\n{listed}\n\n{self._memory(is_whole=True)}"
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        converted = [
+    def modules(self) -> str:
+        """List in short what happens to each module.
+
+        Returns:
+            The summary line, hints, what the modules of each operation save, and a table in which modules that differ
+            in numbers of their names share a row. What differs from the others of an operation is in the table.
+        """
+        silent, listed, usual = dict[str, list[str]](), list[tuple[str, ...]](), self._usual()
+        for name, operation, _, saves in self._rows():
+            if saves in (_FROZEN, RECOMPUTED):
+                silent.setdefault(saves, []).append(name)
+            else:
+                listed.append((name, operation, "" if saves == usual.get(operation) else saves))
+        rows = [(pattern, str(len(names)), *rest) for pattern, names, rest in grouped(listed)]
+        lines = [self._head()]
+        if usual:
+            same = {saves: [one for one in usual if usual[one] == saves] for saves in usual.values()}
+            lines.append(wrapped("; ".join(f"{' and '.join(of)}: {saves}" for saves, of in same.items()), 2))
+        if rows:
+            lines.append(named_table(("module", "count", "operation", "saves instead"), rows))
+        prefix = prefix_of([row[0] for row in rows])
+        for why, names in silent.items():
+            said = "frozen and save nothing" if why == _FROZEN else why.replace(_EXACT, "and stay exact")
+            few = shown([name.removeprefix(prefix) for name in names])
+            lines.append(wrapped(f"{len(names)} modules are {said}: {few}", 2))
+        return "\n".join(lines)
+
+    def _head(self) -> str:
+        unfused = [] if self.unfused is None else self.unfused.split("\n")
+        lines = [self.summary(), *(wrapped(f"hint: {hint}", 2) for hint in self.hints())]
+        return "\n".join([*lines, *(wrapped(line, 2) for line in unfused)])
+
+    def _memory(self, *, is_whole: bool) -> str:
+        if self.memory is None:
+            return _NOT_MEASURED
+        line = f"{wrapped(self.memory.line(), 2)}{self.memory.note()}"
+        return f"{line}\n\n{self.memory.tables(is_whole=is_whole)}"
+
+    def _usual(self) -> dict[str, str]:
+        """Return what most modules of an operation save, if several save the same."""
+        counts: dict[str, Counter[str]] = {}
+        for _, operation, _, saves in self._rows():
+            if operation and saves not in (_FROZEN, RECOMPUTED) and not saves.endswith(_EXACT):
+                counts.setdefault(operation, Counter())[saves] += 1
+        return {operation: found.most_common(1)[0][0] for operation, found in counts.items()}
+
+    def _records(self) -> list[dict[str, Any]]:
+        found = list[dict[str, Any]]()
+        for name, operation, _, saves in self._rows():
+            layer, entry = self.converted.get(name), self.converted.get(name) or self.packed.get(name)
+            sizes = (None, None) if layer is None else (layer.in_features, layer.out_features)
+            known = {"type": None if entry is None else entry.type, "operation": operation or None}
+            found.append({"module": name, **known, "in_features": sizes[0], "out_features": sizes[1], "saves": saves})
+        return found
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """Return name, operation, sizes and what is saved of all modules."""
+        left = {} if self.memory is None else {one.modules: one.bytes for one in self.memory.remaining}
+        rows = [
             (
                 layer.name,
-                str(layer.in_features),
-                str(layer.out_features),
-                self._why_exact(layer) or f"{_saved(layer)}{self._learned(layer.name)}",
+                "linear",
+                f"{layer.in_features} → {layer.out_features}",
+                _FROZEN if layer.frozen else self._why_exact(layer) or f"{_saved(layer)}{self._learned(layer.name)}",
             )
             for layer in self.converted.values()
         ]
-        packed = [
-            (
-                entry.name,
-                "",
-                "",
-                f"{entry.operation}: {self._why_exact(entry) or f'{entry.saved}{self._learned(entry.name)}'}",
-            )
-            for entry in self.packed.values()
+        rows += [
+            (one.name, one.operation, "", self._why_exact(one) or f"{one.saved}{self._learned(one.name)}")
+            for one in self.packed.values()
         ]
-        skipped = [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
-        return converted + packed + skipped + [(n, "", "", f"{_STAYS}{kind}") for n, kind in self.uncompressed.items()]
+        rows += [(name, "", "", f"skipped: {reason}") for name, reason in self.skipped.items()]
+        kept = grouped((name, kind) for name, kind in self.uncompressed.items())
+        for pattern, names, (kind,) in kept:
+            size = f", {left[pattern]:,} bytes" if pattern in left else ""
+            rows += [(name, "", "", f"{_STAYS}{kind}{size}") for name in names]
+        return rows
 
     def _learned(self, name: str) -> str:
         """Say what a module has learned in its first steps."""
@@ -285,6 +352,14 @@ class ConversionReport:
         return reason if reason is not None and reason.endswith(_EXACT) else None
 
 
+_FROZEN = "frozen"
+
+
+def _fate(reason: str | None) -> str:
+    """Return the key of the count of a linear layer that is exact for a reason."""
+    return {None: "converted", RECOMPUTED: "exact_recomputed"}.get(reason, "exact")
+
+
 def _sketch_fields(config: RMMConfig) -> dict[str, Any]:
     return {k: v for k, v in config.to_dict().items() if k not in ("target_modules", "exclude_modules", "overrides")}
 
@@ -297,19 +372,9 @@ def _amount(config: RMMConfig, between: str) -> str:
 
 
 def _saved(layer: ConvertedLayer) -> str:
-    if layer.frozen:
-        return "nothing: frozen"
     config = layer.config
     if config.memory is None and config.ratio is None:
         return "its rows as they are" if config.bits is None else f"its rows, {config.width(1, 1)} bits"
     block = "" if config.block is None else f", blocks of {config.block}"
     expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
     return f"{config.kind}{expected}, {_amount(config, ' ')}, at least {config.min_rows} rows{block}"
-
-
-def _grouped(rows: list[tuple[str, ...]]) -> dict[tuple[str, ...], list[str]]:
-    """Group rows that differ in one number of their name only: layer.0.query, layer.1.query → layer.*.query."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for name, *cells in rows:
-        groups.setdefault((pattern_of(name), *cells), []).append(name)
-    return {(names[0] if len(names) == 1 else key[0], *key[1:]): names for key, names in groups.items()}

@@ -11,8 +11,9 @@ from torch import nn
 
 from rmm_linear._support.progress import reporting
 from rmm_linear._support.quiet import quiet
+from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_both, show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import keyed, table, wrapped
 from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
@@ -23,8 +24,8 @@ from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.plan import BlockPlan
 
 
-@dataclass(frozen=True)
-class LargestBatch:
+@dataclass(frozen=True, repr=False)
+class LargestBatch(Report):
     """The result of :func:`rmm_linear.max_batch`, in sequences: the length of the batch's first dimension.
 
     Attributes:
@@ -45,19 +46,31 @@ class LargestBatch:
     memory: int
     notes: tuple[str, ...] = ()
 
+    def summary(self) -> str:
+        """Return the result in one line, or two of 100 columns."""
+        sizes = (f"batch={self.batch}", f"exact={self.exact}", f"checkpointed={self.checkpointed}")
+        bytes_ = (f"peak={show_bytes(self.peak)}", f"budget={show_both(self.memory)}")
+        return keyed("rmm_linear max_batch:", (*sizes, *bytes_))
+
     def __str__(self) -> str:
-        rows = [
-            ("exact", str(self.exact)),
-            ("every block recomputed", str(self.checkpointed)),
-            ("fitted", str(self.batch)),
-        ]
-        lines = [
-            f"rmm_linear max_batch: batch={self.batch} exact={self.exact} checkpointed={self.checkpointed} "
-            f"peak={show_bytes(self.peak)} budget={show_both(self.memory)}",
-            table(("largest batch", "sequences"), rows),
-            *(f"Note: {note}" for note in self.notes),
-        ]
-        return "\n\n".join(lines)
+        return self._text()
+
+    def table(self) -> str:
+        """Return the same, and the plan.
+
+        Returns:
+            Text.
+        """
+        return self._text() if self.plan is None else f"{self._text()}\n\n{self.plan.table()}"
+
+    def _text(self) -> str:
+        rows = [(str(one["method"]), f"{one['sequences']:,}") for one in self._records()]
+        notes = "\n".join(wrapped(f"Note: {note}", 2) for note in self.notes)
+        return "\n\n".join(filter(None, [self.summary(), table(("largest batch", "sequences"), rows), notes]))
+
+    def _records(self) -> list[dict[str, Any]]:
+        found = {"exact": self.exact, "every block recomputed": self.checkpointed, "fitted": self.batch}
+        return [{"method": name, "sequences": count} for name, count in found.items()]
 
 
 def max_batch(

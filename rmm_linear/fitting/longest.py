@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from textwrap import fill
 from typing import Any
 
 from torch import nn
 
 from rmm_linear._support.progress import reporting
 from rmm_linear._support.quiet import quiet
+from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import read_bytes, show_both, show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import keyed, table, wrapped
 from rmm_linear._support.validation import check_integer
 from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
@@ -32,8 +32,8 @@ _FIRST, _SHARE = 16384, 30
 _TOLERANCE = 0.005
 
 
-@dataclass(frozen=True)
-class LongestSequence:
+@dataclass(frozen=True, repr=False)
+class LongestSequence(Report):
     """The result of :func:`rmm_linear.max_length`. Lengths are in tokens of one sequence.
 
     Attributes:
@@ -69,22 +69,36 @@ class LongestSequence:
         """Tokens of a batch of the longest sequences."""
         return self.length * self.batch_size
 
+    def summary(self) -> str:
+        """Return the result in one line, or two of 100 columns."""
+        sizes = (f"length={self.length}", f"exact={self.exact}", f"checkpointed={self.checkpointed}")
+        return keyed("rmm_linear max_length:", (*sizes, f"budget={show_both(self.memory)}"))
+
     def __str__(self) -> str:
-        rows = [
-            ("exact", f"{self.exact:,}"),
-            ("every block recomputed", f"{self.checkpointed:,}"),
-            ("fitted", f"{self.length:,}"),
-        ]
+        return self._text()
+
+    def table(self) -> str:
+        """Return the same, and the plan.
+
+        Returns:
+            Text.
+        """
+        return self._text() if self.plan is None else f"{self._text()}\n\n{self.plan.table()}"
+
+    def _text(self) -> str:
+        rows = [(str(one["method"]), f"{one['tokens']:,}") for one in self._records()]
         peaks = f"{show_bytes(self.peak)} on the device, {show_bytes(self.host_bytes)} on the host"
-        lines = [
-            f"rmm_linear max_length: length={self.length} exact={self.exact} checkpointed={self.checkpointed} "
-            f"budget={show_both(self.memory)}",
-            table(("longest sequence", "tokens"), rows),
-            f"Peak with {self.batch_size} such: {peaks}.\nA token adds {show_both(round(self.bytes_per_token))}.\n"
+        said = [
+            f"Peak with {self.batch_size} such: {peaks}.",
+            f"A token adds {show_both(round(self.bytes_per_token))}.",
             f"What binds: {self.binds}.",
-            "\n".join(fill(f"Note: {note}", 100, break_on_hyphens=False) for note in self.notes),
         ]
-        return "\n\n".join(filter(None, lines))
+        parts = [self.summary(), table(("longest sequence", "tokens"), rows), "\n".join(wrapped(s, 2) for s in said)]
+        return "\n\n".join(filter(None, [*parts, "\n".join(wrapped(f"Note: {note}", 2) for note in self.notes)]))
+
+    def _records(self) -> list[dict[str, Any]]:
+        found = {"exact": self.exact, "every block recomputed": self.checkpointed, "fitted": self.length}
+        return [{"method": name, "tokens": count} for name, count in found.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain JSON types.

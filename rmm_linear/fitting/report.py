@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.files import write_text
+from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_both, show_bytes
-from rmm_linear._support.tables import pattern_of, table
+from rmm_linear._support.tables import keyed, table, wrapped
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.plan import BlockPlan, label_of
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass
-class FitReport:
+@dataclass(repr=False)
+class FitReport(Report):
     """The result of :func:`rmm_linear.fit`.
 
     All peaks are bytes of a whole training process on one device: parameters, buffers, the optimizer's state and DDP's
@@ -55,8 +56,8 @@ class FitReport:
     time: float | None = None
     noise: float | None = None
     notes: list[str] = field(default_factory=list)
-    before: Peak = field(default_factory=Peak, repr=False)
-    after: Peak = field(default_factory=Peak, repr=False)
+    before: Peak = field(default_factory=Peak)
+    after: Peak = field(default_factory=Peak)
     binds: str = ""
     host_memory: int | None = None
 
@@ -82,37 +83,49 @@ class FitReport:
         return all(block.choice == "keep" for block in self.plan.blocks)
 
     def summary(self) -> str:
-        """Return the report in one line."""
-        budget = "" if self.memory is None else f" budget={show_both(self.memory)}"
-        cost = f" host={show_bytes(self.host)}" if self.host else ""
-        cost += "" if self.time is None else f" time={self.time:.3f}"
-        cost += "" if self.noise is None else f" variance_ratio={self.noise:.3g}"
+        """Return the report in one line, or two of 100 columns."""
         counts: dict[str, int] = {}
         for block in self.plan.blocks:
             key = label_of(block.option).replace(" + ", "+").replace(", ", ":").replace(" ", "_")
             counts[key] = counts.get(key, 0) + 1
-        chosen = " ".join(f"{option}={count}" for option, count in counts.items())
-        return (
-            f"rmm_linear fit: {chosen} peak={show_bytes(self.peak)} exact={show_bytes(self.exact_peak)}{budget}{cost}"
-        )
+        parts = [f"peak={show_bytes(self.peak)}", f"exact={show_bytes(self.exact_peak)}"]
+        parts += [] if self.memory is None else [f"budget={show_both(self.memory)}"]
+        parts += [f"host={show_bytes(self.host)}"] if self.host else []
+        parts += [] if self.time is None else [f"time={self.time:.3f}"]
+        parts += [] if self.noise is None else [f"variance_ratio={self.noise:.3g}"]
+        return keyed("rmm_linear fit:", [*parts, *(f"{option}={count}" for option, count in counts.items())])
 
     def __str__(self) -> str:
-        parts = [self.summary(), self._peaks(), self._blocks()]
+        return self._text(is_whole=False)
+
+    def table(self) -> str:
+        """Return the same with a row for every block.
+
+        Returns:
+            Text.
+        """
+        return self._text(is_whole=True)
+
+    def _text(self, *, is_whole: bool) -> str:
+        blocks = self.plan.block_table(is_whole=is_whole, has_noise=self.noise is not None)
+        said = list[str]()
         if self.is_exact:
-            parts.append(
+            said.append(
                 "The exact model fits the budget: no block is changed, no memory is won. revert() before another fit."
             )
-        if self.after.moment:
-            parts.append(f"The peak is in the {self.after.moment}.")
-        if self.binds:
-            parts.append(f"What binds is {self.binds}.")
+        said += [f"The peak is in the {self.after.moment}."] if self.after.moment else []
+        said += [f"What binds is {self.binds}."] if self.binds else []
         if self.noise:
-            parts.append(
-                "Variance ratio: variance added to the whole gradient / its minibatch variance; max_noise limits that "
-                "of single layers."
+            said.append(
+                "Variance ratio: variance added to the whole gradient / its minibatch variance. max_noise limits the "
+                "ratio of every single layer instead, which is larger."
             )
-        parts += [f"Note: {note}" for note in self.notes]
-        return "\n\n".join(parts)
+        said += [f"Note: {note}" for note in self.notes]
+        lines = "\n".join(wrapped(line, 2) for line in said)
+        return "\n\n".join(filter(None, [self.summary(), self._peaks(), blocks, lines]))
+
+    def _records(self) -> list[dict[str, Any]]:
+        return self.plan._records()
 
     def _peaks(self) -> str:
         by = self.simulated_peak if self.measured_peak is None else self.measured_peak
@@ -123,26 +136,6 @@ class FitReport:
             rows.append(("measured", show_bytes(self.measured_peak), ""))
         static = [(f"of which {name}", show_bytes(size), "") for name, size in self.static.to_dict().items() if size]
         return table(("peak", "bytes", "error"), [*rows, *static])
-
-    def _blocks(self) -> str:
-        groups: dict[tuple[str, str], list[Any]] = {}
-        for block in self.plan.blocks:
-            groups.setdefault((pattern_of(block.name), label_of(block.option)), []).append(block)
-        rows = []
-        for (pattern, option), blocks in groups.items():
-            name = blocks[0].name if len(blocks) == 1 else pattern
-            rows.append(
-                (
-                    name,
-                    str(len(blocks)),
-                    option,
-                    show_bytes(sum(block.kept for block in blocks)),
-                    show_bytes(max(block.worst for block in blocks)),
-                    f"{sum(block.seconds for block in blocks):+.2g}",
-                    "" if self.noise is None else f"{sum(block.noise for block in blocks):.2g}",
-                )
-            )
-        return table(("block", "count", "option", "saved", "peak in it", "seconds added", "variance ratio"), rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.

@@ -317,7 +317,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             loss = loss_call(trainer, model, inputs, given.get("num_items_in_batch"))
             found = saved_by_model(model, report, loss)  # all processes run the model alike
             if not isinstance(found, str):
-                self.report, found = dataclasses.replace(report, memory=found), found.line()
+                self.report, found = dataclasses.replace(report, memory=found), f"{found.line()}{found.note()}"
             if self._prints:
                 print(f"rmm_linear: {found}")
             then()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmm_linear._support.tables import table
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import grouped, named_table
 from rmm_linear.memory.peak import has_bytes, parts, storages
 
 StorageKey = tuple[str, int]  # device and address
@@ -30,7 +31,7 @@ class SavedStorage:
     modules: list[str]
 
 
-class Ledger:
+class Ledger(Report):
     """Bytes that autograd saves for the backward pass, by module.
 
     Every distinct storage counts once, for the module that saved it first, and is marked as shared if other modules
@@ -79,18 +80,42 @@ class Ledger:
         """
         return {"total": self.total, "by_module": self.by_module, "shared": self.shared}
 
+    def summary(self) -> str:
+        """Return the total in one line."""
+        return f"rmm_linear: saved={self.total} bytes modules={len(self.by_module)}"
+
+    def __str__(self) -> str:
+        """Return the total, and modules with the most bytes first, like ones in a row."""
+        groups = grouped((one["module"], str(one["bytes"]), str(one["shared"])) for one in self._records())
+        rows = [
+            (name, len(names), len(names) * int(size), len(names) * int(too)) for name, names, (size, too) in groups
+        ]
+        return self._text(rows)
+
     def table(self) -> str:
-        """Return the ledger as a table, the module with the most bytes first.
+        """Return the total, and a row for every module, the one with the most bytes first.
 
         Returns:
-            Text with one row per module: bytes, share of the total, and bytes that other modules save too.
+            Text: bytes, share of the total, and bytes that other modules save too.
         """
-        shared, total = self.shared, max(self.total, 1)
-        rows = [
-            (name or "(model)", f"{count:,}", f"{100 * count / total:.1f}", f"{shared.get(name, 0):,}")
-            for name, count in sorted(self.by_module.items(), key=lambda item: -item[1])
+        return self._text([(one["module"], 1, one["bytes"], one["shared"]) for one in self._records()])
+
+    def _text(self, rows: Sequence[tuple[str, int, int, int]]) -> str:
+        found = [
+            (
+                name or "(model)",
+                str(count) if count > 1 else "",
+                f"{size:,}",
+                f"{100 * size / max(self.total, 1):.1f}",
+                f"{shared:,}" if shared else "",
+            )
+            for name, count, size, shared in sorted(rows, key=lambda row: -row[2])
         ]
-        return table(("module", "bytes", "%", "shared"), [*rows, ("total", f"{self.total:,}", "100.0", "")])
+        return f"{self.summary()}\n{named_table(('module', 'count', 'bytes', '%', 'shared'), found)}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        shared = self.shared
+        return [{"module": n, "bytes": count, "shared": shared.get(n, 0)} for n, count in self.by_module.items()]
 
     def _add(self, tensor: Tensor, module: str) -> StorageKey:
         key = storage_key(tensor)

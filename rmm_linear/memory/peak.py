@@ -13,9 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear._support.reports import Report
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear._support.tables import keyed, named_table
 
-@dataclass
-class Peak:
+_SHOWN = 8  # modules of a peak that is printed in short
+
+
+@dataclass(repr=False)
+class Peak(Report):
     """The result of :func:`peak`.
 
     Attributes:
@@ -31,7 +37,36 @@ class Peak:
     measure: str = "cpu live tensors"
     moment: str = ""
     by_module: dict[str, int] = field(default_factory=dict)
-    timeline: list[tuple[int, str]] = field(default_factory=list, repr=False)
+    timeline: list[tuple[int, str]] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """Return the peak, and when it is, in one line, or two of 100 columns."""
+        moment = (f"in the {self.moment}",) if self.moment else ()
+        return keyed("rmm_linear:", (f"peak={show_bytes(self.bytes)}", f"({self.measure})", *moment))
+
+    def __str__(self) -> str:
+        return self._text(_SHOWN)
+
+    def table(self) -> str:
+        """Return the bytes that live at the peak, by the module that made them.
+
+        Returns:
+            Text.
+        """
+        return self._text(len(self.by_module))
+
+    def _text(self, most: int) -> str:
+        found = sorted(self._records(), key=lambda row: -row["bytes"])
+        rows = [(row["module"], f"{row['bytes']:,}", f"{100 * row['bytes'] / max(self.bytes, 1):.1f}") for row in found]
+        if len(rows) > most + 1:
+            count = sum(row["bytes"] for row in found[most:])
+            less = (f"{len(rows) - most} more, see table()", f"{count:,}", f"{100 * count / max(self.bytes, 1):.1f}")
+            rows = [*rows[:most], less]
+        lines = [named_table(("made by", "bytes", "% of the peak"), rows)] if rows else []
+        return "\n".join([self.summary(), *lines])
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"module": name, "bytes": count} for name, count in self.by_module.items()]
 
 
 class LiveTensors(TorchDispatchMode):

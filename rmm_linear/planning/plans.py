@@ -14,12 +14,13 @@ from typing import Any, ClassVar, TypeVar
 from torch import nn
 
 from rmm_linear._support.files import write_text
+from rmm_linear._support.reports import Report
 from rmm_linear.planning.step.workspace import Workspace
 
 Self = TypeVar("Self", bound="Plan")
 
 
-class Plan:
+class Plan(Report):
     """Base class of plans, which are frozen dataclasses."""
 
     FORMAT: ClassVar[str]

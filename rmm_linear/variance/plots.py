@@ -66,11 +66,13 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
         ax: Axes to plot on; None makes new ones.
 
     Returns:
-        The Axes. The ratio is D²_sketch / D²_SGD; darker is larger. Cells whose ratio is 0, infinite or NaN have a word
-        instead of a colour and do not affect the scale. If the table has ratios over sequences, rows with ratios over
-        tokens, which cannot be compared with them unless they are 0, are left out.
+        The Axes. The ratio is D²_sketch / D²_SGD, on a logarithmic scale around 1: blue is less noise than the
+        minibatch has, red is more. Cells whose ratio is 0, infinite or NaN have a word on grey instead of a colour and
+        do not affect the scale. If the table has ratios over sequences, rows with ratios over tokens, which cannot be
+        compared with them unless they are 0, are left out.
     """
     check(table, "module", "noise")
+    from matplotlib import colormaps
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator
 
@@ -89,16 +91,16 @@ def plot_noise_by_layer(table: pandas.DataFrame, ax: Axes | None = None) -> Axes
         else:
             words[i, j] = "exact" if noise[name] == 0 else "no value" if math.isnan(noise[name]) else "infinite"
     values = [value for row in grid for value in row if value > FLOOR]
-    low, high = min(values, default=0.1), max(values, default=1.0)
-    scale = LogNorm(low, high) if low < high else LogNorm(low / 2, 2 * high)
-    image = ax.imshow(grid, norm=scale, cmap=greys(), aspect="auto")
+    farthest = max([2.0, *(max(value, 1 / value) for value in values)])
+    scale, colours = LogNorm(1 / farthest, farthest), colormaps["RdBu_r"].with_extremes(bad="0.85")
+    image = ax.imshow(grid, norm=scale, cmap=colours, aspect="auto")
     if len(noise) <= 200:
         for i, row in enumerate(grid):
             for j, value in enumerate(row):
                 if value == value:
                     words[i, j] = f"{value:.2g}" if value > FLOOR else f"≤ {FLOOR:g}"
     for (i, j), word in words.items():
-        shade = "white" if grid[i][j] == grid[i][j] and scale(grid[i][j]) > 0.5 else "black"
+        shade = "white" if grid[i][j] == grid[i][j] and abs(scale(grid[i][j]) - 0.5) > 0.35 else "black"
         ax.text(j, i, word, ha="center", va="center", color=shade, fontsize=8)
     ax.set_xticks(range(len(modules)), modules, rotation=30, ha="right")
     ax.set_yticks(range(len(layers)), ["none" if layer < 0 else str(layer) for layer in layers])
@@ -268,13 +270,6 @@ def style(setting: str) -> dict[str, Any]:
     if setting == PAPER:
         return {"color": "black", "linestyle": ":", "marker": "x"}
     return {"color": COLOURS[setting], "linestyle": "-", "marker": _MARKERS[setting], "markerfacecolor": "none"}
-
-
-def greys() -> Any:
-    """Return greys from light to dark; white is left to cells without a value."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("greys", ["0.93", "0.05"])
 
 
 def step_axis(ax: Axes) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from rmm_linear._support.progress import counting, expect, reporting
-from rmm_linear._support.tables import table
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import keyed, named_table, wrapped
 from rmm_linear._support.validation import check_integer
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.learned import STEPS
@@ -29,11 +30,12 @@ from rmm_linear.variance.passes import Passes, measuring
 
 ALL = "all"
 _OVERHEAD, _CONVERTED = 0.5, 1.5  # of a step: what a pass over one of its sequences adds; a pass of small models
+_NO_ERRORS = "One draw has no standard error, and ratios of a draw differ by tens of per cent: draws=4 gives one."
 _NOISELESS = ("dropout", "logits")  # no noise at all, or that of another order of summation
 
 
-@dataclass(frozen=True)
-class GradientNoise:
+@dataclass(frozen=True, repr=False)
+class GradientNoise(Report):
     """The result of :func:`gradient_noise`.
 
     Attributes:
@@ -119,16 +121,59 @@ class GradientNoise:
             found[block] = noise + value, sgd + self.sgd[name]
         return found
 
+    def summary(self) -> str:
+        """Return both ratios of the whole model, and how sure they are, in one line."""
+        parts = []
+        for name, value, error in zip(
+            ("whole_gradient", "median_of_weights"), (self.whole(), self.median_of_weights()), self.errors()[::-1],
+            strict=True,
+        ):  # fmt: skip
+            parts.append(
+                f"{name}={value:.4g}" + (f" ± {100 * error / value:.0f} %" if error == error and value else "")
+            )
+        return keyed("rmm_linear noise:", (*parts, f"draws={len(self.draws.get(ALL, ())) or 'unknown'}"))
+
     def __str__(self) -> str:
-        """Return a table: the median of the weights, the whole gradient, both ± standard errors, a row per block."""
+        """Return a table: the median of the weights, the whole gradient, standard errors of both, a row per block."""
+        return self._text({one: self.by_depth(one) for one in self.stand_ins})
+
+    def table(self) -> str:
+        """Return the same with a row for every parameter instead of every block.
+
+        Returns:
+            Text.
+        """
+        ratios = {
+            one: {name: _ratio(noise, self.sgd[name]) for name, noise in found.items()}
+            for one, found in self.stand_ins.items()
+        }
+        return self._text(ratios)
+
+    def _text(self, ratios: Mapping[str, Mapping[str, float]]) -> str:
         operations = list(self.stand_ins)
-        columns = {operation: self.by_depth(operation) for operation in operations}
-        errors = {one: self.errors(one) for one in operations}
-        medians = (_with_error(self.median_of_weights(one), errors[one][0]) for one in operations)
-        wholes = (_with_error(self.whole(one), errors[one][1]) for one in operations)
-        rows = [("median of weights", *medians), ("whole gradient", *wholes)]
-        rows += [(block, *(f"{columns[one][block]:.4f}" for one in operations)) for block in columns[ALL]]
-        return table(("variance ratio", *operations), rows)
+        errors = [self.errors(one) for one in operations]
+        draws = len(self.draws.get(ALL, ()))
+        rows = [("median of weights", *(f"{self.median_of_weights(one):.4f}" for one in operations))]
+        rows += [(f"  ± over {draws} draws", *(f"{one:.4f}" for one, _ in errors))] if draws > 1 else []
+        rows += [("whole gradient", *(f"{self.whole(one):.4f}" for one in operations))]
+        rows += [(f"  ± over {draws} draws", *(f"{one:.4f}" for _, one in errors))] if draws > 1 else []
+        count = len(rows)
+        rows += [(block, *(f"{ratios[one][block]:.4f}" for one in operations)) for block in ratios[ALL]]
+        text = f"{self.summary()}\n{named_table(('variance ratio', *operations), rows, heads=count)}"
+        return text if draws > 1 else f"{text}\n{wrapped(_NO_ERRORS, 2)}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "parameter": name,
+                "operation": operation,
+                "noise": noise,
+                "sgd": self.sgd[name],
+                "ratio": _ratio(noise, self.sgd[name]),
+            }
+            for operation, found in self.stand_ins.items()
+            for name, noise in found.items()
+        ]
 
 
 def gradient_noise(
@@ -237,10 +282,6 @@ def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[int]:
 
 def _square(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).square().sum())
-
-
-def _with_error(value: float, error: float) -> str:
-    return f"{value:.4f}" if error != error else f"{value:.4f} ± {error:.4f}"
 
 
 def _block(name: str) -> str:

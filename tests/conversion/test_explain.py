@@ -25,12 +25,12 @@ def test_explain_says_what_changes_and_why_not():
     assert (found.layers["left"].before, found.layers["left"].after) == (size, sketch)
     assert (found.layers["right"].before, found.layers["right"].after) == (0, 0)
     assert found.layers["after"].reason == "Tanh saves this tensor anyway"
-    assert found.layers["after"].after == sketch
+    assert found.layers["after"].after == 0  # it is exact, as in training from its second step on
     assert found.before == 5 * size
-    assert found.after == 3 * size + 3 * sketch
-    linear, other = OperationMemory(2 * size, 3 * sketch), OperationMemory(3 * size, 3 * size)
+    assert found.after == 3 * size + 2 * sketch
+    linear, other = OperationMemory(2 * size, 2 * sketch), OperationMemory(3 * size, 3 * size)
     assert found.operations == {"linear": linear, "other": other}
-    assert found.stand_ins == 3 * sketch
+    assert found.stand_ins == 2 * sketch
     assert f"saved_before={5 * size}" in str(found)
     assert found.to_dict()["layers"]["after"]["reason"] == found.layers["after"].reason
 
@@ -56,12 +56,12 @@ def test_modules_that_differ_in_numbers_are_one_keeper_and_the_report_has_their_
     options = {"exclude_modules": ["intermediate.dense", "attention.self"], "operations": ("linear", "attention")}
     found = explain(model, {"input_ids": ids}, **options)
     by_name = {keeper.modules: keeper for keeper in found.remaining}
-    own = by_name["bert.encoder.layer.*.attention.self"]
+    own = by_name["bert.encoder.layer.{0-1}.attention.self"]
     assert own.reason == "BertSelfAttention: Bmm and Softmax, not converted: in exclude_modules"
     assert own.bytes > 2 * (8 * 2 * 32 * 32 * 4)  # two layers with their probabilities
-    excluded = by_name["bert.encoder.layer.*.intermediate.dense"]
+    excluded = by_name["bert.encoder.layer.{0-1}.intermediate.dense"]
     assert excluded.reason == "Linear: Addmm, not converted: in exclude_modules"
-    activation = by_name["bert.encoder.layer.*.intermediate.intermediate_act_fn"]
+    activation = by_name["bert.encoder.layer.{0-1}.intermediate.intermediate_act_fn"]
     assert activation.reason == "GELUActivation: Gelu, operations does not have 'activation'"
 
 
@@ -105,7 +105,7 @@ def test_nothing_large_is_left_without_a_reason_that_names_it(name):
         assert all(len(part.split(", ", 1)[1].split()) > 2 for part in what.split("; "))
     assert len(large) == {"ViT": 1, "Whisper": 1}.get(name, 0)
     text = str(found)
-    assert all(keeper.reason in text for keeper in large)
+    assert all("".join(keeper.reason.split()) in "".join(text.split()) for keeper in large)
     assert found.after < 0.25 * found.before
 
 
@@ -113,7 +113,8 @@ def test_keepers_below_two_percent_are_summed_where_it_is_printed():
     found = Explanation({}, 1000, 500, {}, [Keeper("a", 400, 0.4, "A: B, c"), *[Keeper("b", 10, 0.01, "")] * 3], 70)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in str(found).splitlines() if "|" in line]
     assert ["a", "400", "40.0", "A: B, c"] in rows
-    assert ["and 3 more", "30", "3.0", "each below 2%, see remaining"] in rows
+    assert ["and 3 more", "30", "3.0", "each below 2%, see table()"] in rows
+    assert found.table().count("| b ") == 3
 
 
 def test_a_batch_on_which_nothing_is_saved_says_so():
@@ -133,6 +134,24 @@ def test_an_explanation_is_plain_json():
     assert read["operations"]["linear"] == {"before": 12800, "after": found.operations["linear"].after}
     assert read["remaining"][0] == vars(found.remaining[0])
     assert read["stand_ins"] == found.stand_ins
+
+
+@pytest.mark.parametrize("architecture", ["llama", "t5"])
+def test_what_a_region_of_attention_saves_belongs_to_it_and_not_to_the_linear_layer_that_runs_then(architecture):
+    model, ids = tiny_model(architecture, dropout=0.0), torch.randint(3, 64, (8, 32))
+    model.set_attn_implementation("eager")
+    found = explain(model, {"input_ids": ids, "labels": ids})
+    sketches = sum(layer.after for layer in found.layers.values())
+    assert found.operations["linear"].after == sketches < 0.2 * found.operations["linear"].before
+    assert found.operations["attention"].after > 0
+    for name, layer in found.layers.items():  # 3 bits for 32, of an input of 32 columns at most
+        assert layer.after < 0.2 * 8 * 32 * 32 * 4, name
+
+
+def test_explain_does_not_log_as_if_it_converted(caplog):
+    caplog.set_level("INFO", "rmm_linear")
+    explain(Shapes(), torch.randn(100, 16), **ROUGH)
+    assert not caplog.messages
 
 
 def test_explain_disturbs_nothing():

@@ -226,6 +226,7 @@ def test_the_report_can_be_read_saved_and_plotted(tmp_path):
     shown = str(report)
     assert shown.startswith("rmm_linear fit: ")
     assert "roberta.encoder.layer." in shown
+    assert max(map(len, f"{shown}\n{report.table()}".splitlines())) <= 100
     assert "optimizer" in shown
     report.save(tmp_path / "report.json")
     saved = json.loads((tmp_path / "report.json").read_text())

@@ -73,7 +73,7 @@ def test_the_report_has_what_the_first_step_measured(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "example=batch" not in printed
     assert f"rmm_linear: {callback.report.memory.line()}\n" in printed
-    assert "while activation checkpointing recomputes" in printed
+    assert "\nWhile activation checkpointing recomputes" in printed
     assert callback.report.converted == report.converted
     assert "| operation " in str(callback.report)
     assert len(callback.report.checkpointed) == 12

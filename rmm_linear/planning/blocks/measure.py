@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.progress import end_stage, expect, stage, took
+from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import grouped, keyed, named_table
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.find import find_blocks, owner_of
 from rmm_linear.planning.blocks.observe import observe
@@ -59,8 +60,8 @@ class BlockCost:
         return max(0, self.worst - self.kept)
 
 
-@dataclass(frozen=True)
-class Costs:
+@dataclass(frozen=True, repr=False)
+class Costs(Report):
     """The blocks of a model in one training step.
 
     Attributes:
@@ -75,8 +76,23 @@ class Costs:
     nodes: tuple[NodeCost, ...] = ()
     workspace: Workspace | None = None
 
+    def summary(self) -> str:
+        """Return the peak of the step in one line, or two of 100 columns."""
+        blocks = f"blocks={len(self.blocks)}"
+        return keyed("rmm_linear measure:", (blocks, f"peak={show_bytes(self.peak.bytes)}", self.peak.moment))
+
     def __str__(self) -> str:
-        header = ("block", "remains", "saved first", "transient", "GFLOP", "seconds", "random", "in place")
+        return self._text(is_whole=False)
+
+    def table(self) -> str:
+        """Return a row for every block, and one for every node where they were measured.
+
+        Returns:
+            Text.
+        """
+        return "\n\n".join([self._text(is_whole=True), *([self.node_table()] if self.nodes else [])])
+
+    def _text(self, *, is_whole: bool) -> str:
         rows = [
             (
                 block.name,
@@ -85,16 +101,16 @@ class Costs:
                 show_bytes(block.transient),
                 f"{block.flops / 1e9:.3g}",
                 f"{block.seconds:.2g}",
-                "yes" if block.random else "",
-                "yes" if block.writes_input else "",
+                *_flags(block.random, block.writes_input),
             )
             for block in self.blocks
         ]
-        return f"{table(header, rows)}\npeak {show_bytes(self.peak.bytes)}, {self.peak.moment}"
+        rows = rows if is_whole else [(pattern, *cells) for pattern, _, cells in grouped(rows)]
+        header = ("block", "remains", "saved first", "transient", "GFLOP", "seconds", "random", "in place")
+        return f"{self.summary()}\n{named_table(header, rows)}\nEach figure is of one block."
 
     def node_table(self) -> str:
         """Return a row per node of the graph."""
-        header = ("node", "module", "saved", "transient", "GFLOP", "seconds", "random", "in place")
         rows = [
             (
                 node.name,
@@ -103,12 +119,18 @@ class Costs:
                 show_bytes(node.transient),
                 f"{node.flops / 1e9:.3g}",
                 f"{node.seconds:.2g}",
-                "yes" if node.random else "",
-                "yes" if node.writes else "",
+                *_flags(node.random, node.writes),
             )
             for node in self.nodes
         ]
-        return table(header, rows)
+        return named_table(("node", "module", "saved", "transient", "GFLOP", "seconds", "random", "in place"), rows)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{**vars(block), "storages": sum(block.storages)} for block in self.blocks]
+
+
+def _flags(*flags: bool) -> list[str]:
+    return ["yes" if flag else "" for flag in flags]
 
 
 def measure(

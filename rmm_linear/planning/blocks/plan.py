@@ -14,7 +14,7 @@ from rmm_linear._support.fields import check_least, read_fields
 from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import grouped, keyed, named_table
 from rmm_linear.context.checkpointing import KEEP as KEEP_CHECKPOINTS
 from rmm_linear.context.checkpointing import check_checkpointing
 from rmm_linear.memory.peak import Peak
@@ -38,6 +38,7 @@ _LABELS = {
     f"{CONVERT} tenth": "compress, 3 bits",
     f"{CONVERT} narrow": "compress, 1.6 bits",
 }
+_LEGEND = "saved: for the backward pass; peak: while in the block, without what the blocks before it save"
 APPLIED = "rmm_applied"  # attribute of a model with a plan: the handle by which rmm_linear.revert undoes it
 
 
@@ -119,7 +120,7 @@ def label_of(option: str) -> str:
     return joined(_LABELS.get(word, word) for word in option.split(_AND))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockPlan(Plan):
     """The choice for every block of a model: save, recompute, compress or offload its activations.
 
@@ -148,35 +149,56 @@ class BlockPlan(Plan):
     config: SavedSettings | None = None
     folder: str | None = None
     checkpointing: str = KEEP_CHECKPOINTS
-    peak: Peak | None = field(default=None, repr=False, compare=False)
+    peak: Peak | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __str__(self) -> str:
-        header = ("block", "choice", "saved", "peak in the block", "seconds")
-        rows = [
-            (
-                block.name,
-                label_of(block.option),
-                show_bytes(block.kept),
-                show_bytes(block.worst),
-                f"{block.seconds:.2g}",
-            )
-            for block in self.blocks
-        ]
-        return f"{self.summary()}\n{table(header, rows)}"
+        return f"{self.summary()}\n{self.block_table()}"
+
+    def table(self) -> str:
+        """Return a row for every block.
+
+        Returns:
+            Text.
+        """
+        return f"{self.summary()}\n{self.block_table(is_whole=True)}"
+
+    def block_table(self, *, is_whole: bool = False, has_noise: bool = False) -> str:
+        """Return the table of the blocks alone.
+
+        Args:
+            is_whole: Whether every block has a row; else those of one choice whose names differ in numbers share one.
+            has_noise: Whether the variance that compression adds is shown, by that of the whole gradient's minibatch.
+
+        Returns:
+            A table in which bytes saved, seconds and variances are sums, and the peak is the highest.
+        """
+        by_name = {block.name: block for block in self.blocks}
+        rows = [(block.name, label_of(block.option)) for block in self.blocks]
+        groups = [(name, [name], (option,)) for name, option in rows] if is_whole else grouped(rows)
+        cells = list[tuple[str, ...]]()
+        for pattern, names, (option,) in groups:
+            blocks = [by_name[name] for name in names]
+            saved, worst = sum(one.kept for one in blocks), max(one.worst for one in blocks)
+            sums = (sum(one.seconds for one in blocks), sum(one.noise for one in blocks) if has_noise else 0.0)
+            added = (f"{one:.2g}" if one else "" for one in sums)
+            cells.append((pattern, option, show_bytes(saved), show_bytes(worst), *added))
+        return named_table(("block", "choice", "saved", "peak", "s added", "ratio"), cells) + f"\n{_LEGEND}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [asdict(block) for block in self.blocks]
 
     def summary(self) -> str:
-        """Return the plan in one line."""
+        """Return the plan in one line, or two of 100 columns."""
         counts = Counter(block.choice for block in self.blocks)
         order = sorted(counts, key=lambda choice: [CHOICES.index(word) for word in choice.split(_AND)])
-        chosen = " ".join(f"{label_of(choice)}={counts[choice]}" for choice in order)
-        operations = "" if self.flops is None else f"operations × {self.flops:.3f}, "
-        return (
-            f"rmm_linear plan: {chosen} peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, "
-            f"budget {show_bytes(self.memory)}, {operations}{self.moment}"
-        )
+        parts = [f"{label_of(choice)}={counts[choice]}" for choice in order]
+        parts.append(f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)},")
+        parts.append(f"budget {show_bytes(self.memory)},")
+        parts += [] if self.flops is None else [f"operations × {self.flops:.3f},"]
+        return keyed("rmm_linear plan:", [*parts, self.moment])
 
     @property
     def seconds(self) -> float:

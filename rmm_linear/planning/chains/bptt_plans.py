@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from rmm_linear._support.installing import INSTALL_EXTRA
+from rmm_linear._support.reports import Report
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.sizes import read_bytes, show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import keyed, table
 from rmm_linear._support.validation import check_integer
 from rmm_linear._version import __version__
 from rmm_linear.planning.chains.bptt_costs import Envelope, is_exact, splits
@@ -19,7 +20,7 @@ from rmm_linear.planning.chains.bptt_costs import Envelope, is_exact, splits
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_RECORDED = "#0072b2"
+_RECORDED, _NEXT = "#0072b2", "#d55e00"
 _FINEST = 64  # most slots of a graph that is measured: one of them is lost by rounding, and plans take time by slots
 
 
@@ -44,7 +45,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BPTTPlan(SavedSettings):
+class BPTTPlan(Report, SavedSettings):
     """A plan for so many steps in so many slots, made by :func:`plan_bptt`; printed, it is a table.
 
     Attributes:
@@ -180,7 +181,18 @@ class BPTTPlan(SavedSettings):
         title = f"{self.steps:,} steps, {self.slots:,} slots: {self.forward_steps:,} forward steps"
         return plot_plan(self.actions(), self.steps, title, ax)
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """Return the plan's cost in one line."""
+        memory = () if self.bytes is None else (f"memory={show_bytes(self.bytes)}",)
+        costs = (f"forward_steps={self.forward_steps}", f"time={self.time_ratio:.2f}", *memory)
+        return keyed("rmm_linear plan:", (f"steps={self.steps}", f"slots={self.slots}", *costs))
+
+    def table(self) -> str:
+        """Return the plan's costs.
+
+        Returns:
+            Text.
+        """
         kinds = "states" if self.internal_cost is None else f"states, or graphs of {self.internal_cost} slots"
         forward, best = self.forward_steps, self.least_forward_steps
         bound = "" if best == forward else f" (no plan has less than {best:,})"
@@ -198,6 +210,9 @@ class BPTTPlan(SavedSettings):
                 plain = self.steps * self.plain_bytes
                 rows.append(("plain run", f"{show_bytes(plain)}, of which this is {100 * self.bytes / plain:.1f} %"))
         return table(("plan", ""), rows)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [action._asdict() for action in self.actions()]
 
 
 @dataclass(frozen=True)
@@ -326,12 +341,12 @@ def plot_plan(actions: Iterable[Action], steps: int, title: str, ax: Axes | None
         elif action.kind == "store":
             stored.append((action.step, clock))
     size = max(1.0, min(5.0, 250 / steps))
-    marks = {"linestyle": "", "markersize": size, "color": _RECORDED}
+    marks = {"linestyle": "", "markersize": size, "marker": "s"}
     for points, label, style in (
         (runs, "steps that run", {"color": "0.45", "linewidth": 0.8}),
         (stored, "state stored", {"linestyle": "", "marker": "o", "markersize": size, "color": "black"}),
-        (kept, "step recorded, its graph saved", {**marks, "marker": "s"}),
-        (recorded, "step recorded, its backward pass next", {**marks, "marker": "s", "markerfacecolor": "none"}),
+        (kept, "step recorded, its graph saved", {**marks, "color": _RECORDED}),
+        (recorded, "step recorded, its backward pass next", {**marks, "color": _NEXT, "markerfacecolor": "none"}),
     ):
         if points:
             ax.plot(*zip(*points, strict=True), label=label, **style)

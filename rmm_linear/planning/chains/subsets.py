@@ -21,14 +21,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rmm_linear._support.reports import Report
 from rmm_linear._support.saved_settings import SavedSettings
+from rmm_linear._support.tables import wrapped
 from rmm_linear._version import __version__
 
 
-@dataclass(frozen=True)
-class ChainPlan(SavedSettings):
+@dataclass(frozen=True, repr=False)
+class ChainPlan(Report, SavedSettings):
     """The outputs of a chain that are saved. :meth:`save` and :meth:`load` store the plan as JSON.
 
     Attributes:
@@ -53,12 +55,28 @@ class ChainPlan(SavedSettings):
         if not kept or kept[0] != 0 or any(i >= j for i, j in pairwise(kept)):
             raise ValueError(f"kept must begin with 0 and rise, got {kept}. Take a plan of minimum_peak.")
 
+    def summary(self) -> str:
+        """Return the peak, and how many outputs are saved."""
+        return f"peak of {self.peak:,} bytes, saves {len(self.kept)} of {self.kept[-1] + 1} outputs"
+
     def __str__(self) -> str:
-        shown = [str(place) for place in self.kept]
-        if len(shown) > 12:
-            shown = [*shown[:6], "…", *shown[-5:]]
-        count, of = len(self.kept), self.kept[-1] + 1
-        return f"peak of {self.peak:,} bytes, saves {count} of {of} outputs: {', '.join(shown)}"
+        few = (
+            [*map(str, self.kept)]
+            if len(self.kept) < 13
+            else [*map(str, self.kept[:6]), "…", *map(str, self.kept[-5:])]
+        )
+        return wrapped(f"{self.summary()}: {', '.join(few)}", 2)
+
+    def table(self) -> str:
+        """Return the same with every output that is saved.
+
+        Returns:
+            Text.
+        """
+        return wrapped(f"{self.summary()}: {', '.join(map(str, self.kept))}", 2)
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"output": place} for place in self.kept]
 
 
 def minimum_peak(sizes: Iterable[int]) -> ChainPlan:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from math import isqrt
 from typing import Any
 
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import keyed, table
 from rmm_linear._support.validation import check_integer
 from rmm_linear.planning.stores.folder import refuse_file
 
@@ -97,7 +99,7 @@ def _are_levels(levels: Any) -> bool:
 
 
 @dataclass
-class SweepReport:
+class SweepReport(Report):
     """The report of one :func:`sweep`; complete when its backward pass has ended, and reset by the next sweep.
 
     Attributes:
@@ -139,9 +141,23 @@ class SweepReport:
         for field in fields(self):
             setattr(self, field.name, field.default)
 
+    def summary(self) -> str:
+        """Return the report in one line, or two of 100 columns."""
+        steps = f"forward_steps={self.forward_steps} ({self.forward_steps / max(self.steps, 1):.2f} per step)"
+        counts = (f"interval={self.interval}", f"stored={self.stored}", f"read={self.read}")
+        return keyed("sweep:", (f"steps={self.steps}", steps, *counts, f"waited={self.waited:.3f}s"))
+
     def __str__(self) -> str:
-        per_step = self.forward_steps / max(self.steps, 1)
-        return (
-            f"sweep: steps={self.steps} forward_steps={self.forward_steps} ({per_step:.2f} per step) "
-            f"interval={self.interval} stored={self.stored} read={self.read} waited={self.waited:.3f}s"
-        )
+        return self.summary()
+
+    def table(self) -> str:
+        """Return every figure in a row.
+
+        Returns:
+            Text.
+        """
+        figures = ((name, "not measured" if value is None else f"{value:g}") for name, value in vars(self).items())
+        return table(("sweep", ""), [*figures])
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [dict(vars(self))]

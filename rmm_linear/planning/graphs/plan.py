@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from rmm_linear._support.fields import check_least, read_fields
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import keyed, table
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.budget import read_budget
 from rmm_linear.planning.graphs.capture import capture
@@ -24,6 +24,7 @@ from rmm_linear.planning.plans import Plan, apply
 from rmm_linear.planning.step.workspace import Workspace
 
 METHODS = ("cuts", "chen", "kusumoto", "kusumoto-exact")
+_SHOWN = 24  # pieces of a plan that is printed in short
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class PlannedPiece:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphPlan(Plan):
     """The pieces of a captured graph, and which of them are recomputed in the backward pass.
 
@@ -84,21 +85,34 @@ class GraphPlan(Plan):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __str__(self) -> str:
+        return self._text(_SHOWN)
+
+    def table(self) -> str:
+        """Return a row for every piece.
+
+        Returns:
+            Text.
+        """
+        return self._text(len(self.pieces))
+
+    def _text(self, most: int) -> str:
         header = ("piece", "nodes", "choice", "saved", "seconds")
         rows = [
             (f"{one.first} … {one.last}", str(one.nodes), one.choice, show_bytes(one.saved), f"{one.seconds:.2g}")
             for one in self.pieces
         ]
-        return f"{self.summary()}\n{table(header, rows)}"
+        more = f"\nand {len(rows) - most} more pieces, see table()" if len(rows) > most else ""
+        return f"{self.summary()}\n{table(header, rows[:most])}{more}"
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [asdict(piece) for piece in self.pieces]
 
     def summary(self) -> str:
-        """Return the plan in one line."""
-        budget = f"budget {show_bytes(self.memory)}" if self.memory else "no budget"
-        return (
-            f"rmm_linear plan: method={self.method} pieces={len(self.pieces)} recompute={len(self.recomputed)} "
-            f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)}, {budget}, "
-            f"operations × {self.flops:.3f}"
-        )
+        """Return the plan in one line, or two of 100 columns."""
+        budget = f"budget {show_bytes(self.memory)}," if self.memory else "no budget,"
+        counts = (f"method={self.method}", f"pieces={len(self.pieces)}", f"recompute={len(self.recomputed)}")
+        peak = f"peak {show_bytes(self.predicted)} of {show_bytes(self.plain)},"
+        return keyed("rmm_linear plan:", (*counts, peak, budget, f"operations × {self.flops:.3f}"))
 
     @property
     def seconds(self) -> float:

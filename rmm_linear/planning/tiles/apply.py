@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.patterns import matches
-from rmm_linear._support.tables import pattern_of, table
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import grouped, keyed, named_table
 from rmm_linear._support.validation import check_integer, did_you_mean, read_names
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.tiles.find import find_tiles
@@ -19,8 +20,8 @@ TILED = "rmm_tiled"  # attribute of a model with tiles: the handle by which rmm_
 _PLANNED = "rmm_applied"  # the same of a plan
 
 
-@dataclass(frozen=True)
-class TileReport:
+@dataclass(frozen=True, repr=False)
+class TileReport(Report):
     """The result of :func:`rmm_linear.tile`.
 
     Attributes:
@@ -41,31 +42,29 @@ class TileReport:
         """
         norms, experts = (sum(kind == one for kind in self.tiled.values()) for one in ("norm", "experts"))
         rows = f"{ROWS['cpu']} on a CPU, {ROWS_OF_ACCELERATORS} elsewhere" if self.rows is None else self.rows
-        return (
-            f"rmm_linear: tiled={len(self.tiled)} norms={norms} experts={experts} "
-            f"others={len(self.tiled) - norms - experts} refused={len(self.refused)} rows={rows}"
-        )
+        counts = {"tiled": len(self.tiled), "norms": norms, "experts": experts}
+        counts |= {"others": len(self.tiled) - norms - experts, "refused": len(self.refused)}
+        return keyed("rmm_linear:", (*(f"{name}={count}" for name, count in counts.items()), f"rows={rows}"))
 
     def __str__(self) -> str:
-        """Return the summary line, and :meth:`table`."""
-        return f"{self.summary()}\n{self.table()}"
+        """Return the summary line, and what runs in slices and what does not; numbered siblings share a row."""
+        rows = [(pattern, str(len(names)), *cells) for pattern, names, cells in grouped(self._rows())]
+        return f"{self.summary()}\n{named_table(('module', 'count', 'runs'), rows)}"
 
     def table(self) -> str:
-        """List what runs in slices and what does not.
+        """Return the same with a row for every module.
 
         Returns:
-            A table in which numbered siblings share a row.
+            Text.
         """
+        return f"{self.summary()}\n{named_table(('module', 'runs'), self._rows())}"
+
+    def _rows(self) -> list[tuple[str, str]]:
         rows = [(name, f"in slices: {kind}") for name, kind in self.tiled.items()]
-        rows += [(name, f"as a whole: {reason}") for name, reason in self.refused.items()]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, cell in rows:
-            groups.setdefault((pattern_of(name), cell), []).append(name)
-        cells = [
-            (names[0] if len(names) == 1 else pattern, str(len(names)), cell)
-            for (pattern, cell), names in groups.items()
-        ]
-        return table(("module", "count", "runs"), [(name or "(the model)", *rest) for name, *rest in cells])
+        return rows + [(name, f"as a whole: {reason}") for name, reason in self.refused.items()]
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{"module": name, "runs": runs} for name, runs in self._rows()]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.

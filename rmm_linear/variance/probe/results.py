@@ -8,15 +8,14 @@ import dataclasses
 import io
 import math
 import os
-import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.files import write_text
-from rmm_linear._support.installing import INSTALL_EXTRA
-from rmm_linear._support.tables import table
+from rmm_linear._support.reports import Report
+from rmm_linear._support.tables import folded, keyed, named_table
 from rmm_linear.variance.whole_model import GradientNoise
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(ProbeRow))
 WHOLE_COLUMNS = tuple(field.name for field in dataclasses.fields(WholeRow))
 
 
-class ProbeResults:
+class ProbeResults(Report):
     """Rows, one per layer and probed step, ordered by step and then by position in the model.
 
     Attributes:
@@ -136,22 +135,16 @@ class ProbeResults:
         begin, end = (bisect.bisect_left(self.rows, last, key=lambda row: row.step) for last in (step, step + 1))
         return self.rows[begin:end]
 
+    def _records(self) -> list[dict[str, Any]]:
+        return [dataclasses.asdict(row) for row in self.rows]
+
     def to_dataframe(self) -> pd.DataFrame:
         """Return the rows as a table.
 
         Returns:
             A DataFrame with one column per field of :class:`ProbeRow`.
-
-        Raises:
-            ImportError: If pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise ImportError(
-                f"to_dataframe needs pandas, which is not installed. Run {INSTALL_EXTRA}, or use to_csv."
-            ) from error
-        return pd.DataFrame([dataclasses.asdict(row) for row in self.rows], columns=list(COLUMNS))
+        return super().to_dataframe().reindex(columns=list(COLUMNS))
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as a csv file, atomically and without loss of precision.
@@ -183,31 +176,44 @@ class ProbeResults:
         _write_csv(path, WHOLE_COLUMNS, self.whole_rows())
 
     def summary(self) -> str:
-        """Return a table of medians with quartiles over steps and layers, for each type of module and over all.
+        """Return the medians of the last probed step in one line."""
+        if not self.rows:
+            return "rmm_linear probe: steps=0"
+        step, steps = self.rows[-1].step, len({row.step for row in self.rows})
+        medians = (f"{name}={value:.3g}" for name, value in self.medians(step).items())
+        return keyed("rmm_linear probe:", (f"steps={steps}", f"step={step}", *medians))
+
+    def __str__(self) -> str:
+        """Return the line, and medians with quartiles over steps and layers, for each type of module and over all.
+
+        Layers whose names differ only in numbers share a row; ratios over tokens and over sequences have separate ones.
+        If the whole gradient was measured, its last table follows.
+        """
+        patterns = folded(dict.fromkeys(row.module for row in self.rows))
+        return self._text({name: pattern for pattern, names in patterns.items() for name in names})
+
+    def table(self) -> str:
+        """Return the same with a row for every layer.
 
         Returns:
-            Text. Layers whose names differ only in numbers share a row; ratios over tokens and over sequences have
-            separate rows. If the whole gradient was measured, its last table follows.
+            Text.
         """
+        return self._text({row.module: row.module for row in self.rows})
+
+    def _text(self, titles: Mapping[str, str]) -> str:
         groups: dict[tuple[str, str], list[ProbeRow]] = {}
         for row in self.rows:
-            name = re.sub(r"(?<![^.])\d+(?![^.])", "*", row.module)
-            groups.setdefault((name, row.samples), []).append(row)
+            groups.setdefault((titles[row.module], row.samples), []).append(row)
+        units = sorted({row.samples for row in self.rows}) or [SEQUENCES]
         if len(groups) != 1:
-            for samples in sorted({row.samples for row in self.rows}) or [SEQUENCES]:
-                groups["all", samples] = [row for row in self.rows if row.samples == samples]
-        header = (
-            "module",
-            "measurements",
-            "minibatch of",
-            "variance ratio, median (quartiles)",
-            "alpha, median (quartiles)",
-        )
+            groups = {("all", one): [row for row in self.rows if row.samples == one] for one in units} | groups
+        heads = 0 if len(groups) == 1 else len(units)
         lines = [
             (name, str(len(rows)), samples, _spread([row.noise for row in rows]), _spread([row.alpha for row in rows]))
             for (name, samples), rows in groups.items()
         ]
-        text = table(header, lines)
+        header = ("module", "rows", "samples", "variance ratio (quartiles)", "alpha (quartiles)")
+        text = f"{self.summary()}\n{named_table(header, lines, heads=heads)}"
         if self.whole:
             step, noise = list(self.whole.items())[-1]
             text += f"\n\nwhole gradient at step {step}, variance ratio D2 / D2_SGD by block and operation\n{noise}"
@@ -233,4 +239,4 @@ def _spread(values: list[float]) -> str:
     if math.isinf(numbers[-1]):  # infinities cannot be interpolated
         return f"{statistics.median_low(numbers):.3g}"
     low, middle, high = statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else numbers * 3
-    return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+    return f"{middle:.2g} ({low:.2g}–{high:.2g})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -26,10 +26,10 @@ class LayerRecord:
     """
 
     name: str
-    x: Tensor
-    grad_output: Tensor
+    x: Tensor = field(repr=False)
+    grad_output: Tensor = field(repr=False)
     samples: tuple[int, int] | None
-    mask: Tensor | None
+    mask: Tensor | None = field(repr=False)
 
 
 def record_layers(

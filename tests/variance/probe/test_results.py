@@ -114,24 +114,24 @@ def make_rows(noises, module="layer.{}.dense", samples="sequences"):
 def test_summary_has_median_and_quartiles_per_sort_of_module_and_over_all():
     results = ProbeResults()
     results.rows = [*make_rows([1.0, 2.0, 3.0, 4.0, 5.0]), *make_rows([10.0, math.nan], "head.{}")]
-    lines = results.summary().splitlines()
+    lines = str(results).splitlines()
     text = {line.split()[1]: " ".join(line.split()) for line in lines if line.startswith("| ")}
-    assert "5" in text["layer.*.dense"]
-    assert "3 (2 to 4)" in text["layer.*.dense"]
-    assert "0.03 (0.02 to 0.04)" in text["layer.*.dense"]
-    assert "10 (10 to 10)" in text["head.*"]
-    assert "3.5 (2.25 to 4.75)" in text["all"]
+    assert "5" in text["layer.{1-5}.dense"]
+    assert "3 (2–4)" in text["layer.{1-5}.dense"]
+    assert "0.03 (0.02–0.04)" in text["layer.{1-5}.dense"]
+    assert "10 (10–10)" in text["head.{1-2}"]
+    assert "3.5 (2.2–4.8)" in text["all"]
 
 
 def test_what_is_no_number_is_left_out():
     results = ProbeResults()
-    assert "none" in results.summary()
+    assert "none" in str(results)
     results.rows = [row for noise in (1.0, math.nan, 3.0) for row in make_rows([noise])]
     assert results.medians(1) == {"noise": 2.0, "alpha": 0.01}
     assert results.medians(2) == {}
     results.rows = make_rows([1.0, math.inf, math.inf])
-    assert "inf" in results.summary()
-    assert "nan" not in results.summary()
+    assert "inf" in str(results)
+    assert "nan" not in str(results)
 
 
 def test_noise_by_tokens_and_by_sequences_is_never_in_one_median():
@@ -139,9 +139,9 @@ def test_noise_by_tokens_and_by_sequences_is_never_in_one_median():
     results.rows = [*make_rows([2.0, 4.0]), *make_rows([0.0, 0.0, 9.0], "head", "tokens")]
     results.rows.sort(key=lambda row: row.step)
     assert [results.medians(step)["noise"] for step in (1, 2, 3)] == [2.0, 4.0, 9.0]
-    lines = [line.replace("|", " ").split() for line in results.summary().splitlines()]
+    lines = [line.replace("|", " ").split() for line in str(results).splitlines()]
     found = {tuple(line[:3]): line[3] for line in lines if len(line) > 3}
-    assert found["layer.*.dense", "2", "sequences"] == found["all", "2", "sequences"] == "3"
+    assert found["layer.{1-2}.dense", "2", "sequences"] == found["all", "2", "sequences"] == "3"
     assert found["head", "3", "tokens"] == found["all", "3", "tokens"] == "0"
 
 

@@ -208,7 +208,7 @@ def test_rows_csv_and_summary_have_the_results(tmp_path):
     assert tuple(frame.columns) == WHOLE_COLUMNS
     pd.testing.assert_frame_equal(frame, pd.DataFrame(rows), check_exact=True)
     assert [WholeRow(**row) for row in frame.to_dict("records")] == rows
-    assert probe.summary().endswith(
+    assert str(probe).endswith(
         f"whole gradient at step 4, variance ratio D2 / D2_SGD by block and operation\n{probe.whole[4]}"
     )
 
