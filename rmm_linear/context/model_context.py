@@ -47,6 +47,7 @@ from rmm_linear.context.call_inputs import (
 )
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks
+from rmm_linear.context.ranks import Ranks
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, RunningForward, StepSeeds
 from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
@@ -93,7 +94,7 @@ class ModelContext:
         self.traced_masks = TracedMasks()
         self.checks = StepChecks(self.names, self.config.min_rows)
         self._running = RunningForward()
-        self._pending = PendingForwards()
+        self._pending, self.ranks = PendingForwards(), Ranks()
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
         self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
@@ -341,7 +342,7 @@ class ModelContext:
     def _open_step(self, module: nn.Module) -> None:
         if self.seeds.step is not None:  # of a pass in training, for recomputations after one in eval mode
             self._last_seeds = self.seeds
-        self.seeds = StepSeeds()
+        self.seeds = StepSeeds(self.ranks.open(module))
         if not self.checks.is_done:
             self._running.survey = Survey()
         self.sketch_cache.clear()

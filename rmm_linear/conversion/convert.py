@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.activations.own_forward import without_tiles
+from rmm_linear.activations.own_forward import follow_class, without_tiles
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message
 from rmm_linear.context.model_context import ModelContext
@@ -108,6 +108,7 @@ def convert(
     for index, (name, module) in enumerate(linears.items()):
         # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
         module.__class__ = sketched[name]
+        follow_class(module)
         module._set_up(report.converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
     _set_up_packed(packed, config, context)
     report = dataclasses.replace(report, context=context)
@@ -203,6 +204,7 @@ def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, Packe
 def _set_up_packed(choices: Mapping[str, PackedChoice], config: RMMConfig, context: ModelContext) -> None:
     for index, (name, choice) in enumerate(choices.items(), start=len(context.names) - len(choices)):
         choice.set_up(config.for_module(name), context, index)
+        follow_class(choice.module)
 
 
 def _operations(linears: Mapping[str, nn.Module], packed: Mapping[str, PackedChoice]) -> dict[str, str]:
