@@ -1,4 +1,4 @@
-"""Say how tensors and modules are distributed, without importing what distributes them: if it is not imported, none is."""
+"""Say how tensors and modules are distributed, without importing what would have distributed them."""
 
 from __future__ import annotations
 

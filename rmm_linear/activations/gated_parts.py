@@ -92,8 +92,8 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     """Find the children of a module that are the parts of a gated MLP.
 
     Runs the module on a few random rows, small and large ones, in eval mode, without gradients; hooks of its children
-    run too, random numbers and modes stay as they were. Of a module on the meta device, or whose weights are divided among
-    processes, a narrower copy with random weights is run.
+    run too, random numbers and modes stay as they were. Of a module whose weights are on the meta device, or divided
+    among processes, a narrower copy with random weights is run.
 
     Returns None if the module is not a gated MLP, its activation cannot be packed, its weights are not here and it has
     no narrow copy, or its output is not that of the formula to the bit.

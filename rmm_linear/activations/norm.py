@@ -16,7 +16,8 @@ from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.norm_form import EPS, Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.model_context import CacheEntry, ModelContext
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.layers.sharded import rows_layout, sharded_rows
 from rmm_linear.ops.dispatch import runs_fused

@@ -181,9 +181,7 @@ def _cell(module: nn.Module) -> CellType | None:
 @contextmanager
 def without_tiles(model: nn.Module) -> Iterator[None]:
     """Let modules run the forward of their class inside of the block, all rows at once, to be tried and copied."""
-    tiled = [
-        (one, vars(one).pop("forward")) for one in model.modules() if _is_tiled(one)
-    ]
+    tiled = [(one, vars(one).pop("forward")) for one in model.modules() if _is_tiled(one)]
     try:
         yield
     finally:

@@ -78,7 +78,9 @@ class _Products(TorchFunctionMode):
 
 def multiplies(module: nn.Module) -> bool:
     """Say whether a module's own code names ``linear``, and it has one matrix of its own."""
-    own = [one for one in module._parameters.values() if one is not None and not is_lazy(one) and len(shape_of(one)) > 1]
+    own = [
+        one for one in module._parameters.values() if one is not None and not is_lazy(one) and len(shape_of(one)) > 1
+    ]
     if len(own) != 1 or len(shape_of(own[0])) != 2 or 1 in shape_of(own[0]) or not own[0].is_floating_point():
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -224,6 +225,12 @@ def _check_model(model: object) -> None:
         raise ValueError(
             "convert takes a model whose modules are Python objects, got one with modules of torch.jit.script or "
             "torch.jit.trace, whose classes cannot change. Convert the model that they were made from."
+        )
+    unflatten = sys.modules.get("torch.export.unflatten")
+    if unflatten is not None and any(isinstance(module, unflatten.InterpreterModule) for module in model.modules()):
+        raise ValueError(
+            "convert takes a model whose modules have code of their own, got one that torch.export has made, as for "
+            "torch.distributed.pipelining.pipeline(). Make the stages by hand, and convert each of them."
         )
     # With one device or none, DataParallel calls the model itself.
     if any(isinstance(module, nn.DataParallel) and len(module.device_ids) > 1 for module in model.modules()):

@@ -14,7 +14,8 @@ from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.model_context import CacheEntry, ModelContext
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
 from rmm_linear.layers.function import (

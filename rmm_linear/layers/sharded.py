@@ -75,7 +75,7 @@ def sharded_linear(
 
 
 def rows_layout(input: Any, tensors: Sequence[Any], dims: int) -> tuple[list[Any], list[Any]] | None:
-    """Return placements of the output and of the parameters' gradients, of a module whose rows have ``dims`` dimensions.
+    """Return placements of the output and of the parameters' gradients; a module's rows have ``dims`` dimensions.
 
     None for layouts that stay exact: parts of rows, summands, and parameters that are not whole on every rank.
     """
@@ -99,4 +99,6 @@ def _whole(local: Tensor, input: Any, placements: list[Any], shape: tuple[int, .
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()  # parts need not be equal, so the whole's size is given
-    return DTensor.from_local(local, input.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, input.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
