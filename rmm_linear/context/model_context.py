@@ -93,6 +93,7 @@ class ModelContext:
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that open this context around every forward pass of ``model``."""
+        self.ranks.look(model)
         for module in model.modules():
             if module is model or takes_mask(module):
                 # By the class that has the forward: a converted module's own class is in no module, and not pickled.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor, tensor_parallel_mesh
-from rmm_linear.sketches.seeds import mix, peek_seed
+from rmm_linear.sketches.seeds import is_simulated, mix, peek_seed
 
 _LOOKS = 3  # forward passes in which a model is looked at: it may be made parallel after its conversion
 _APART = (
@@ -36,19 +36,30 @@ class Ranks:
     def __init__(self) -> None:
         """Begin with a model that is not parallel."""
         self.divided: set[int] = set()
-        self.leader, self._own, self._mesh, self._looks, self._passes = 0, 0, None, 0, 0
+        self.leader, self._own, self._looks, self._passes, self._is_listed = 0, 0, 0, 0, False
+        self._mesh: Any = None
 
-    def open(self, model: nn.Module) -> Ranks | None:
-        """Begin a forward pass of a model; None if it is not tensor parallel."""
+    @property
+    def are_several(self) -> bool:
+        """Say whether the model is tensor parallel, as far as is known."""
+        return self._mesh is not None
+
+    def look(self, model: nn.Module) -> None:
+        """Find out whether a model is tensor parallel."""
         if self._mesh is None and self._looks < _LOOKS:
             self._looks += 1
             self.join(tensor_parallel_mesh(model))
-            if self._mesh is not None:
-                converted = [one for one in model.modules() if "rmm_index" in vars(one)]
-                self.divided |= {vars(one)["rmm_index"] for one in converted if any(map(_is_part, one.parameters()))}
+
+    def open(self, model: nn.Module) -> Ranks | None:
+        """Begin a forward pass of a model; None if it is not tensor parallel."""
+        self.look(model)
         if self._mesh is None:
             return None
-        if model.training and torch.is_grad_enabled():
+        if not self._is_listed:
+            self._is_listed = True
+            converted = [one for one in model.modules() if "rmm_index" in vars(one)]
+            self.divided |= {vars(one)["rmm_index"] for one in converted if any(map(_is_part, one.parameters()))}
+        if model.training and torch.is_grad_enabled() and not is_simulated():
             self._passes += 1
             if self._passes & (self._passes - 1) == 0:
                 self._compare()
@@ -66,9 +77,9 @@ class Ranks:
 
     def _compare(self) -> None:
         state = peek_seed(0)
-        mine = torch.tensor([state], device=self._mesh.device_type)  # pyright: ignore[reportOptionalMemberAccess]
-        for dim in range(self._mesh.ndim):  # pyright: ignore[reportOptionalMemberAccess]
-            group = self._mesh.get_group(dim)  # pyright: ignore[reportOptionalMemberAccess]
+        mine = torch.tensor([state], device=self._mesh.device_type)
+        for dim in range(self._mesh.ndim):
+            group = self._mesh.get_group(dim)
             found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
             torch.distributed.all_gather(found, mine, group=group)
             if any(int(one) != state for one in found):

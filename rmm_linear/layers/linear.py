@@ -74,6 +74,13 @@ class SketchedLayer(ConvertedModule):
         if context is not None and self.rmm_config.directions:
             context.directions[index] = Directions(self.rmm_config.directions)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Note where a layer that is converted already becomes a part of a tensor parallel one."""
+        super().register_parameter(name, param)
+        context = vars(self).get("rmm_context")
+        if context is not None and is_dtensor(param):
+            context.ranks.join(param.device_mesh)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
     def _set_estimator(self, estimator: NormEstimator | None) -> None:
         self.rmm_estimator = estimator
         if self.rmm_context is not None and estimator is not None:
@@ -119,10 +126,8 @@ class SketchedLayer(ConvertedModule):
         layout = None if torch.compiler.is_compiling() else linear_layout(input, weight, bias)
         if layout is None:
             return F.linear(input, weight, bias)
-        if self.rmm_context is not None:
-            self.rmm_context.ranks.join(weight.device_mesh)  # pyright: ignore[reportAttributeAccessIssue]
-            if layout.is_divided:
-                self.rmm_context.ranks.divided.add(self.rmm_index)
+        if self.rmm_context is not None and layout.is_divided:
+            self.rmm_context.ranks.divided.add(self.rmm_index)
         return sharded_linear(self._linear, layout, input, weight, bias)
 
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

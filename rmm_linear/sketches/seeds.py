@@ -128,6 +128,11 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def is_simulated() -> bool:
+    """Say whether a step is simulated, whose tensors have no values."""
+    return isinstance(torch.empty(()), FakeTensor)
+
+
 def _value(drawn: Tensor) -> int:
     """Return the number; 0 in a step that is simulated, whose tensors have no values."""
     return 0 if isinstance(drawn, FakeTensor) else int(drawn)

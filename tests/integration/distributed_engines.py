@@ -317,3 +317,28 @@ def differs(tensor):
     found = [torch.empty_like(tensor) for _ in range(2)]
     dist.all_gather(found, tensor.contiguous())
     return not torch.equal(*found)
+
+
+def message_of(run):
+    try:
+        run()
+    except (RuntimeError, ValueError) as error:
+        return f"{error} {error.__cause__ or ''}"
+    return ""
+
+
+def refusals():
+    """What is said where gradients would be wrong, or nothing would be coded."""
+    model = divided(made("linear"))
+    convert(model, **ROUGH_BODY)
+    torch.manual_seed(dist.get_rank())
+    blocks = lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))  # noqa: E731
+    divide = lambda model: pp.pipeline(model, (torch.randn(40, 8),), split_spec={"1": pp.SplitPoint.BEGINNING})  # noqa: E731
+    whole = blocks()
+    convert(whole, **ROUGH_BODY)
+    stage = divide(blocks()).build_stage(dist.get_rank(), torch.device("cpu"))
+    return {
+        "states": message_of(lambda: model(input_ids=IDS)),
+        "traced": message_of(lambda: divide(whole)),
+        "stage": message_of(lambda: convert(stage.submod, **ROUGH_BODY)),
+    }

@@ -28,7 +28,8 @@ def engines(rows, draws, folder):
 
         deepspeed.comm.torch.build_shm_op = lambda: None  # a kernel that it would compile
         deepspeed.init_distributed("gloo", verbose=False)
-    return {row: engines.found_by(*row.split("/"), int(draws)) for row in rows.split(";")}
+    found = {row: engines.found_by(*row.split("/"), int(draws)) for row in rows.split(";")}
+    return found if "ZeRO" in rows else {**found, "refused": engines.refusals()}
 
 
 def main():

@@ -48,19 +48,32 @@ NAMES = [
 every = pytest.mark.parametrize(("engine", "case"), NAMES)
 
 
+REFUSED = {
+    "states": "The ranks of a tensor parallel group must draw the same random numbers",
+    "traced": "make the stages by hand",
+    "stage": "got one that torch.export has made",
+}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Return what both ranks found of an engine and a case."""
     done = {}
 
     def found(engine, case):
-        part = "quick" if (engine, case) in QUICK else "ZeRO" if (engine, case) in WITH_ZERO else "long"
+        part = (
+            "quick"
+            if (engine, case) in [*QUICK, ("refused", "")]
+            else "ZeRO"
+            if (engine, case) in WITH_ZERO
+            else "long"
+        )
         if part == "ZeRO" and importlib.util.find_spec("deepspeed") is None:
             pytest.skip("DeepSpeed is not installed")
         if part not in done:
             done[part] = None  # once, if it fails
             done[part] = run_ranks("engines", tmp_path_factory.mktemp("ranks"), *PARTS[part])
-        return [rank[f"{engine}/{case}"] for rank in done[part]]
+        return [rank["refused" if engine == "refused" else f"{engine}/{case}"] for rank in done[part]]
 
     return found
 
@@ -113,3 +126,9 @@ def test_copies_of_a_parameter_get_the_same_gradient(run, engine, case):
     """To the bit: else they would drift apart."""
     for rank in run(engine, case):
         assert rank["apart"] == []
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_wrong_in_silence_is_refused(run, what):
+    for rank in run("refused", ""):
+        assert REFUSED[what] in rank[what]
