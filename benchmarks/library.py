@@ -12,7 +12,8 @@ from rmm_linear._support.tables import table
 from rmm_linear.backends.triton import kernels
 from rmm_linear.config import OPERATIONS, QUALITIES, RMMConfig
 from rmm_linear.context.learned import STEPS as LEARNING_STEPS
-from rmm_linear.context.model_context import CacheEntry, ModelContext, SketchCache
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import CacheEntry, SketchCache
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
 from rmm_linear.conversion.explain import explain
 from rmm_linear.fitting import times

@@ -73,9 +73,9 @@ def _rank(environment, log, command):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def run_ranks(part, folder):
+def run_ranks(part, folder, *arguments):
     """What two processes found, rank by rank; see integration/distributed_worker.py."""
-    return start_ranks(WORKER, part, folder, folder=folder)[0]
+    return start_ranks(WORKER, part, folder, *arguments, folder=folder)[0]
 
 
 def check_unbiased(found, widest):

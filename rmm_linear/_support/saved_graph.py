@@ -35,11 +35,11 @@ def _read(node: Any, attribute: str) -> Any:
     try:
         with _NoRecomputation():
             return getattr(node, attribute)
-    except _RecomputationError:
+    except RuntimeError:  # distributed tensors turn ours into another one
         return ()
 
 
-class _RecomputationError(Exception):
+class _RecomputationError(RuntimeError):
     pass
 
 

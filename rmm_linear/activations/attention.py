@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear._support.autocast import autocast_off
-from rmm_linear.activations.attention_function import BITS, Attention, Exact, packed_attention, why_exact
+from rmm_linear.activations.attention_function import BITS, Attention, Exact, packed_attention, why_elsewhere, why_exact
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import ScoreSpread
@@ -198,7 +198,7 @@ class AttendingModule(PackedModule):
 
     def _why_not_called(self) -> str:
         """Say why a call of the module has not come to :meth:`_attend`."""
-        return _NOT_CALLED
+        return why_elsewhere() or _NOT_CALLED
 
 
 class _Attended(threading.local):

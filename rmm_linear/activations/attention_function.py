@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
+from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.activations.base import SavingCall
 from rmm_linear.context.call_inputs import HostRead, waits
 from rmm_linear.layers.function import SavingFunction, as_no_view
@@ -203,6 +205,18 @@ def _kv_index(
     return index if was_hidden else None
 
 
+def why_elsewhere(*tensors: Tensor) -> str | None:
+    """Say why attention reaches further than the tensors of this process; None if it does not."""
+    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:  # pyright: ignore
+        return (
+            "F.scaled_dot_product_attention is replaced, as by context parallelism, which attends to tokens of other "
+            "processes"
+        )
+    if any(map(is_dtensor, tensors)):
+        return "its queries, keys or values are distributed tensors. Parallelize with use_local_output=True"
+    return None
+
+
 def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, p: float) -> str | None:
     """Return why a call of attention cannot be packed, or None. Shapes as of :func:`packed_attention`."""
     if query.is_nested or not all(tensor.dim() == 4 for tensor in (query, key, value)):
@@ -217,7 +231,7 @@ def why_exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is
         return "a causal attention has more keys than queries, as with a KV cache"
     if p and not torch.compiler.is_compiling() and is_capturing(query.device):
         return "a CUDA graph is captured, in which the state that dropout is drawn from cannot be read"
-    return None if p < 1 else "dropout has probability 1"
+    return "dropout has probability 1" if p >= 1 else why_elsewhere(query, key, value)
 
 
 def packed_attention(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rmm_linear.activations.attention import names_in_forward
-from rmm_linear.activations.attention_function import Attention
+from rmm_linear.activations.attention_function import Attention, why_elsewhere
 from rmm_linear.activations.own_forward import original_forward
 from rmm_linear.activations.region import PackedRegion
 from rmm_linear.config import RMMConfig
@@ -68,6 +68,7 @@ class PackedAttention(PackedRegion):
     def _note_exact(self, reason: str | None) -> None:
         """Train as a region from the next call on where the function cannot pack."""
         is_watched = torch.compiler.is_compiling() or in_backward() or has_saving_hooks()  # as of a checkpoint
+        is_watched = is_watched or why_elsewhere() is not None
         if reason is not None and self.rmm_linears and not self.rmm_is_region and not is_watched:
             vars(self)["rmm_is_region"] = True
             return
@@ -95,7 +96,7 @@ def stays_exact(module: Any) -> str | None:
     if name != _SDPA:
         remedy = "Use model.set_attn_implementation('sdpa')."
         return f"its attn_implementation is {name!r}, whose output is not that of 'sdpa' to the bit. {remedy}"
-    return None
+    return _why_foreign(_registered())
 
 
 def _swap(module: PackedAttention) -> None:
@@ -103,8 +104,8 @@ def _swap(module: PackedAttention) -> None:
     from transformers import AttentionInterface
 
     _PACKED.add(module)
-    current = AttentionInterface._global_mapping[_SDPA]
-    if not _is_ours(current):
+    current = _registered()
+    if not _is_ours(current) and _why_foreign(current) is None:
         AttentionInterface.register(_SDPA, functools.partial(packed_sdpa, sdpa=current))
 
 
@@ -114,6 +115,21 @@ def _swap_back() -> None:
     current = AttentionInterface._global_mapping[_SDPA]
     if _is_ours(current):  # else the user has registered another one since then
         AttentionInterface.register(_SDPA, current.keywords["sdpa"])
+
+
+def _registered() -> Any:
+    """Return the function that a lookup of "sdpa" finds."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[_SDPA]
+
+
+def _why_foreign(function: Any) -> str | None:
+    """Say that a function is neither transformers' nor ours: what it computes is not known."""
+    if _is_ours(function) or getattr(function, "__module__", None) == "transformers.integrations.sdpa_attention":
+        return None
+    name = f"{getattr(function, '__module__', None)}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return f"another library has registered {name} as 'sdpa'. Convert before it does"
 
 
 def _is_ours(function: Any) -> bool:

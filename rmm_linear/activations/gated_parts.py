@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.autocast import is_autocast
+from rmm_linear._support.distributed import is_elsewhere
 from rmm_linear.memory.quantized import undisturbed
 from rmm_linear.packing.gated import ACTIVATIONS
 from rmm_linear.packing.pointwise import FUNCTIONS
@@ -91,30 +92,30 @@ def gated_parts(module: nn.Module) -> GatedParts | None:
     """Find the children of a module that are the parts of a gated MLP.
 
     Runs the module on a few random rows, small and large ones, in eval mode, without gradients; hooks of its children
-    run too, random numbers and modes stay as they were. Of a module on the meta device, a narrower copy with random
-    weights is run.
+    run too, random numbers and modes stay as they were. Of a module whose weights are on the meta device, or divided
+    among processes, a narrower copy with random weights is run.
 
-    Returns None if the module is not a gated MLP, its activation cannot be packed, it is on the meta device and has no
-    narrow copy, or its output is not that of the formula to the bit.
+    Returns None if the module is not a gated MLP, its activation cannot be packed, its weights are not here and it has
+    no narrow copy, or its output is not that of the formula to the bit.
     """
     return _tried(module)[0]
 
 
 def lacks_weights(module: nn.Module) -> bool:
-    """Say whether a module has the children of a gated MLP, and cannot be tried because they are on the meta device."""
+    """Say whether a module has the children of a gated MLP, and cannot be tried because their weights are not here."""
     found = _children(module)
     if found is None or not found[1]:
         return False
-    return any(tensor.is_meta for tensor in found[2]) and not _tried(module)[1]
+    return any(map(is_elsewhere, found[2])) and not _tried(module)[1]
 
 
 def _tried(module: nn.Module) -> tuple[GatedParts | None, bool]:
     """Return the parts, and whether the module could be run."""
     found = _children(module)
-    if found is not None and any(tensor.is_meta for tensor in found[2]):
+    if found is not None and any(map(is_elsewhere, found[2])):
         module = _narrow_copy(module, found[0]) or module
         found = _children(module)
-    if found is None or any(tensor.is_meta for tensor in found[2]):
+    if found is None or any(map(is_elsewhere, found[2])):
         return None, False
     widths, kinds, tensors = found
     has_run = False

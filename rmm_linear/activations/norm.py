@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
@@ -15,8 +16,10 @@ from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.norm_form import EPS, Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.model_context import CacheEntry, ModelContext
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.layers.function import SavingFunction
+from rmm_linear.layers.sharded import rows_layout, sharded_rows
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
@@ -76,6 +79,8 @@ class PackedNorm(PackedModule):
         if not self.training or form is None or len(values) != 1 or not _has_rows(values[0], form.dims):
             return super().forward(*args, **named)
         (input,) = values
+        if is_dtensor(input):
+            return self._sharded(input, form.dims)
         call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
@@ -94,6 +99,21 @@ class PackedNorm(PackedModule):
                 stored = pack_norm(input, None, None, norm.bits, form.eps_of(input.dtype), *form.layout)
         output = NormFunction.run(input, weight, bias, stored, call.index, run, norm)
         return self._survey(input, output, super().forward, form.dims)
+
+    def _sharded(self, input: Tensor, dims: int) -> Tensor:
+        """Normalize the rows that this rank has of a tensor parallel model; exactly in compiled code."""
+        own = {name: one for name, one in self._parameters.items() if one is not None}
+        layout = None if torch.compiler.is_compiling() else rows_layout(input, list(own.values()), dims)
+        if layout is None:
+            return super().forward(input)
+        if self.rmm_context is not None and any(one.is_shard() for one in layout[0]):
+            self.rmm_context.ranks.divided.add(self.rmm_index)
+
+        def run(rows: Tensor, parts: list[Tensor]) -> Tensor:
+            with _reparametrize_module(self, dict(zip(own, parts, strict=True))):
+                return PackedNorm.forward(self, rows)
+
+        return sharded_rows(run, input, list(own.values()), layout)
 
     def _pack(
         self, norm: _Norm, entry: CacheEntry | None, exact: Callable[[Tensor], Any], input: Tensor

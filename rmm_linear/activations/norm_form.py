@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.distributed import is_dtensor, shape_of
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.own_forward import runs_its_class
 from rmm_linear.packing.norms import normalize
@@ -112,7 +112,7 @@ def forward_of(module: nn.Module) -> Callable[..., object] | None:
 
 
 def _can_run(parameters: dict[str, nn.Parameter]) -> bool:
-    shapes = {tuple(parameter.shape) for parameter in parameters.values()}
+    shapes = {tuple(shape_of(parameter)) for parameter in parameters.values()}
     is_vector = len(shapes) <= 1 and all(len(shape) == 1 and shape[0] > 1 for shape in shapes)
     is_whole = all(type(p) is nn.Parameter or is_dtensor(p) for p in parameters.values())
     return is_vector and is_whole and all(p.is_floating_point() for p in parameters.values())
@@ -122,7 +122,7 @@ def _probe(
     module: nn.Module, forward: Callable[..., object], parameters: dict[str, nn.Parameter], forms: list[NormForm]
 ) -> NormForm | None:
     """Return the one of the forms that a copy of the module, with random parameters and without hooks, computes."""
-    columns = next((len(p) for p in parameters.values()), _WIDTH)
+    columns = next((shape_of(p)[0] for p in parameters.values()), _WIDTH)
     device = next((p.device for p in parameters.values() if not p.is_meta), torch.device("cpu"))
     generator, copy = torch.Generator("cpu").manual_seed(0), object.__new__(type(module))
 
@@ -194,7 +194,7 @@ def _casts(module: nn.Module, form: NormForm, dtype: torch.dtype, own: torch.dty
     if forward is None:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
-    shape = next((p.shape for p in module._parameters.values() if p is not None), None)
+    shape = next((shape_of(p) for p in module._parameters.values() if p is not None), None)
     shape = shape or getattr(module, "normalized_shape", (_WIDTH,))
     rows = 2 + _ELEMENTS // max(1, torch.Size(shape).numel())
     x = (torch.randn(rows, *shape, generator=generator, device="cpu") + 0.5).to(dtype)

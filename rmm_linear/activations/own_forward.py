@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import CellType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +73,17 @@ _changing = threading.Lock()
 
 
 @contextmanager
+def _set(known: _OwnForward, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace what a forward runs in this thread."""
+    own = known.by_thread.setdefault(threading.get_ident(), [])
+    own.append(forward)
+    try:
+        yield
+    finally:
+        own.pop()
+
+
+@contextmanager
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace a module's forward for this thread."""
     thread = threading.get_ident()
@@ -111,7 +124,10 @@ def exact_inside(module: nn.Module, linears: Sequence[str] = ()) -> Iterator[Non
         for child in children:
             known = vars(child).get("forward")
             known = known.before if isinstance(known, _OwnForward) else known
-            if child not in others and known is None:  # else another library has replaced it
+            cell = _cell(child)
+            if child not in others and cell is not None:
+                stack.enter_context(_set(cell.cell_contents, original_forward(child)))
+            elif child not in others and known is None:  # else another library has replaced it
                 stack.enter_context(replaced(child, original_forward(child)))
         yield
 
@@ -123,17 +139,49 @@ def original_forward(module: Any) -> Callable[..., Any]:
 
 
 def runs_its_class(module: nn.Module) -> bool:
-    """Say whether a call of a module runs the forward of its class, if only in slices of its rows."""
+    """Say whether a call of a module runs the forward of its class, in slices of its rows or as a part of a layer."""
+    return "forward" not in vars(module) or _is_tiled(module) or _cell(module) is not None
+
+
+def _is_tiled(module: nn.Module) -> bool:
+    return bool(getattr(vars(module).get("forward"), "follows_class", False))
+
+
+class _ClassForward(_OwnForward):
+    """The forward that a module's class has now, where a function around it has kept the one of its former class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.by_thread = module, {}
+
+    @property
+    def own(self) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return functools.partial(type(self.module).forward, self.module)
+
+
+def follow_class(module: nn.Module) -> None:
+    """Let what transformers' tensor parallelism has put around a module's forward run that of its class from now on."""
+    cell = _cell(module)
+    if cell is not None and not isinstance(cell.cell_contents, _ClassForward):
+        cell.cell_contents = _ClassForward(module)
+
+
+def _cell(module: nn.Module) -> CellType | None:
+    """Return what holds the forward of a module's class in the function of transformers' that replaces it."""
     replaced = vars(module).get("forward")
-    return replaced is None or bool(getattr(replaced, "follows_class", False))
+    if not getattr(replaced, "__module__", "").startswith("transformers.distributed."):
+        return None
+    for cell in getattr(replaced, "__closure__", None) or ():
+        held = cell.cell_contents
+        is_own = inspect.ismethod(held) and held.__self__ is module and held.__name__ == "forward"
+        if is_own or isinstance(held, _ClassForward):
+            return cell
+    return None
 
 
 @contextmanager
 def without_tiles(model: nn.Module) -> Iterator[None]:
     """Let modules run the forward of their class inside of the block, all rows at once, to be tried and copied."""
-    tiled = [
-        (one, vars(one).pop("forward")) for one in model.modules() if "forward" in vars(one) and runs_its_class(one)
-    ]
+    tiled = [(one, vars(one).pop("forward")) for one in model.modules() if _is_tiled(one)]
     try:
         yield
     finally:

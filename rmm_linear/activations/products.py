@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from rmm_linear._support.autocast import autocast_dtype
-from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.distributed import is_dtensor, shape_of
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.layers.function import LinearCall, saved_linear, spec_for
@@ -78,8 +78,10 @@ class _Products(TorchFunctionMode):
 
 def multiplies(module: nn.Module) -> bool:
     """Say whether a module's own code names ``linear``, and it has one matrix of its own."""
-    own = [one for one in module._parameters.values() if one is not None and not is_lazy(one) and one.dim() > 1]
-    if len(own) != 1 or own[0].dim() != 2 or 1 in own[0].shape or not own[0].is_floating_point():
+    own = [
+        one for one in module._parameters.values() if one is not None and not is_lazy(one) and len(shape_of(one)) > 1
+    ]
+    if len(own) != 1 or len(shape_of(own[0])) != 2 or 1 in shape_of(own[0]) or not own[0].is_floating_point():
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and "linear" in code.co_names and "linear" not in module._modules

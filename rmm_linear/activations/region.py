@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.attention import AttendingModule, note_attended
+from rmm_linear.activations.attention_function import why_elsewhere
 from rmm_linear.activations.own_forward import has_hooks_of_others
 from rmm_linear.activations.region_arguments import Arguments
 from rmm_linear.activations.region_form import look
@@ -93,7 +94,7 @@ class PackedRegion(AttendingModule):
         arguments: Arguments = {**dict(enumerate(args)), **kwargs}
         spread = self._spread
         reason = _TOO_LARGE if spread is not None and spread.is_too_large else None
-        reason = reason or _why_exact(first.device)
+        reason = reason or why_elsewhere(*tensors) or _why_exact(first.device)
         if reason is None and has_hooks_of_others(self, self.rmm_linears, ("_forward_hooks",)):
             reason = "hooks of its linear layers may keep outputs that have no graph in it"
         form = None if reason else self._form(original, arguments)

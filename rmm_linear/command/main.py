@@ -20,8 +20,8 @@ model has random weights: bytes do not depend on them, variances do."""
 _LONGEST = """Find the longest sequence with which a training step fits into memory by a plan, exactly, and with every
 block recomputed. Steps are simulated on a model without weights, in bfloat16, which takes some minutes at any length.
 """
-_DOCTOR = """Say on one page how a model trains: the peak of a step by parts, as it is and converted, what stays and why,
-and what to type. Nothing is trained. The model has random weights, or none if it is large."""
+_DOCTOR = """Say on one page how a model trains: the peak of a step by parts, as it is and converted, what stays and
+why, and what to type. Nothing is trained. The model has random weights, or none if it is large."""
 _OTHERS = {  # commands with a parser, and a --help, of their own
     "variance": (
         "rmm_linear.variance.__main__",

@@ -10,27 +10,16 @@ original model, with or without gradients.
 
 Activation checkpointing recomputes parts of the model inside of the backward pass, when no step is running. The layers
 then use the seeds, masks and ids of their own forward pass (``recomputation.py``).
-
-Autograd saves an input once, however many layers read it, and :class:`SketchCache` does the same for sketches. A sketch
-is found by the identity of the input (the tensor or a view of the same memory, unchanged by its version counter), the
-spec and the mask. The cache has a weak reference to the input, and is empty after the forward pass; autograd frees a
-sketch after the last backward pass of the layers that saved it. Layers of different selective checkpoints do not share
-a sketch, nor do layers inside and outside of one: every checkpoint is recomputed by itself and must then run the same
-operators as before. Their dispatch modes tell them apart.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from rmm_linear.config import RMMConfig
@@ -48,8 +37,10 @@ from rmm_linear.context.call_inputs import (
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
+from rmm_linear.context.ranks import Ranks
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, RunningForward, StepSeeds
-from rmm_linear.context.surroundings import has_saving_hooks, in_backward, is_called_inside_itself
+from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.surroundings import in_backward, infers_shapes, is_called_inside_itself
 from rmm_linear.context.survey import Survey
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
@@ -83,17 +74,16 @@ class ModelContext:
         self.sketch_cache = SketchCache()
         self.kept_anyway: set[int] = set()
         self.exact_attention: dict[int, str] = {}
-        self.salt = 0
+        self.salt, self._released = 0, 0
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
-        self._released = 0
         self._reset()
 
     def _reset(self) -> None:
         self.traced_masks = TracedMasks()
         self.checks = StepChecks(self.names, self.config.min_rows)
         self._running = RunningForward()
-        self._pending = PendingForwards()
+        self._pending, self.ranks = PendingForwards(), Ranks()
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
         self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
@@ -103,6 +93,7 @@ class ModelContext:
 
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that open this context around every forward pass of ``model``."""
+        self.ranks.look(model)
         for module in model.modules():
             if module is model or takes_mask(module):
                 # By the class that has the forward: a converted module's own class is in no module, and not pickled.
@@ -341,7 +332,7 @@ class ModelContext:
     def _open_step(self, module: nn.Module) -> None:
         if self.seeds.step is not None:  # of a pass in training, for recomputations after one in eval mode
             self._last_seeds = self.seeds
-        self.seeds = StepSeeds()
+        self.seeds = StepSeeds(self.ranks.open(module))
         if not self.checks.is_done:
             self._running.survey = Survey()
         self.sketch_cache.clear()
@@ -375,7 +366,7 @@ class ModelContext:
             running.outermost = None
             self.sketch_cache.clear()
             if not running.recomputing:
-                is_step = output is not None and module.training and torch.is_grad_enabled()
+                is_step = output is not None and module.training and torch.is_grad_enabled() and not infers_shapes()
                 self.checks.finish(module) if is_step else self.checks.forget()
                 if running.survey is not None and is_step:
                     self._finish_survey(running.survey, output)
@@ -399,101 +390,3 @@ class ModelContext:
         new = {"learned": {}, "directions": {}, "kept_anyway": set(), "exact_attention": {}}  # of newer versions
         vars(self).update({**new, **state})
         self._reset()
-
-
-@dataclass
-class CacheEntry:
-    """The sketch of one tensor: what is saved, None until the first layer has made it, and the layers' indices."""
-
-    source: weakref.ref[Tensor]
-    version: int
-    layers: list[int]
-    saved: tuple[Tensor, ...] | None = None
-
-
-_FEW = 64  # sketches of inputs that may be gone, at least, before a search for them
-
-
-@dataclass
-class SketchCache:
-    """The sketches of the current forward pass.
-
-    Attributes:
-        groups: Groups of layers that have shared one sketch, as tuples of their indices.
-    """
-
-    groups: set[tuple[int, ...]] = field(default_factory=set)
-    _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
-    _task: int = -1
-    _most: int = _FEW
-    _alone: set[int] = field(default_factory=set)  # layers that were looked at in a forward pass, and share with none
-
-    def is_shared(self, index: int) -> bool:
-        """Say whether a layer shares a sketch, or may: one that was alone in a forward pass need not look for it."""
-        return index not in self._alone
-
-    def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
-        """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
-        task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
-        if task != self._task:
-            self.clear()
-            self._task = task
-        full_key = _full_key(source, key)
-        known, version = self._entries.get(full_key), source._version
-        if known is not None:
-            if known.saved is not None and known.source() is not None and known.version == version:
-                known.layers.append(index)
-                return known
-            self._forget(full_key)
-        if len(self._entries) >= self._most:
-            self._sweep()
-        made = self._entries[full_key] = CacheEntry(self._reference(source, full_key), version, [index])
-        return made
-
-    def _sweep(self) -> None:
-        """Drop the sketches of inputs that are gone, as those of steps inside of a forward pass."""
-        for key in [key for key, entry in self._entries.items() if entry.source() is None]:
-            self._forget(key)
-        self._most = 2 * len(self._entries) + _FEW
-
-    def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor]:
-        """A weak reference; in a recomputation, and where hooks may drop what is saved, the sketch goes with it."""
-        if self._task == -1 and not has_saving_hooks():
-            return weakref.ref(source)
-        this = weakref.ref(self)
-
-        def forget(_: object) -> None:
-            if (owner := this()) is not None:
-                owner._forget(key)
-
-        return weakref.ref(source, forget)
-
-    def clear(self) -> None:
-        """Drop all sketches; autograd holds those that were saved."""
-        for key in list(self._entries):
-            self._forget(key)
-
-    def _forget(self, key: tuple[Hashable, ...]) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return
-        if len(entry.layers) > 1:
-            self.groups.add(tuple(entry.layers))
-            self._alone.difference_update(entry.layers)
-        elif not any(entry.layers[0] in group for group in self.groups):
-            self._alone.update(entry.layers)
-
-    def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles have the groups and no tensors."""
-        return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW, "_alone": set()}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Add fields that models lack which older versions have pickled."""
-        vars(self).update({"_most": _FEW, "_alone": set(), **state})
-
-
-def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
-    # A fake tensor has no address, but the storage of the tensor that it stands for.
-    fake = type(source) is not Tensor and isinstance(source, FakeTensor)
-    address = (source.untyped_storage()._cdata, source.storage_offset()) if fake else source.data_ptr()
-    return address, source.shape, source.stride(), source.dtype, source.device, _get_current_dispatch_mode(), *key

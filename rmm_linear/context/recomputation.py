@@ -26,6 +26,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
+from rmm_linear.context.ranks import Ranks
 from rmm_linear.context.surroundings import next_node, running_node
 from rmm_linear.context.survey import Survey
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
@@ -41,8 +42,10 @@ class StepSeeds:
     Attributes:
         taken: By the layer's index, its calls that have taken a seed.
         repeated: The same of calls in recomputations.
+        ranks: Those that some layers draw alike with; None where every rank draws its own numbers.
     """
 
+    ranks: Ranks | None = None
     step: int | None = None
     taken: dict[int, int] = field(default_factory=dict)
     repeated: dict[int, int] = field(default_factory=dict)
@@ -50,16 +53,21 @@ class StepSeeds:
     def take(self, index: int, salt: int) -> int:
         """Return the seed of a layer's next call; ``salt`` makes others of the same state of the generator."""
         if self.step is None:
-            self.step = peek_seed() ^ (mix(salt) if salt else 0)
+            leader = None if self.ranks is None else self.ranks.leader
+            self.step = peek_seed(leader) ^ (mix(salt) if salt else 0)
         call = self.taken[index] = self.taken.get(index, -1) + 1
-        return self.step ^ _number_of(index, call)
+        return self._seed(self.step, index, call)
 
     def repeat(self, index: int) -> int:
         """Return the seed that a call had: of the calls of one layer, it is unknown which one is recomputed first."""
         if self.step is None:
             return draw_seed()
         call = self.repeated[index] = self.repeated.get(index, -1) + 1
-        return self.step ^ _number_of(index, call % (self.taken.get(index, 0) + 1))
+        return self._seed(self.step, index, call % (self.taken.get(index, 0) + 1))
+
+    def _seed(self, step: int, index: int, call: int) -> int:
+        found = step ^ _number_of(index, call)
+        return found if self.ranks is None else found ^ self.ranks.own_part(index)
 
 
 @functools.lru_cache(maxsize=1 << 16)

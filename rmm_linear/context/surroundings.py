@@ -164,6 +164,13 @@ def is_called_inside_itself(module: nn.Module) -> bool:
     return len(calls) > 1
 
 
+def infers_shapes() -> bool:
+    """Say whether the caller runs on numbers without a meaning, by which a pipeline's stages learn their shapes."""
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    return any(frame.f_code.co_name == "_forward_metadata_inference" for frame in _frames())
+
+
 def in_checkpoint() -> bool:
     """Say whether the caller runs inside of a function that PyTorch's activation checkpointing will recompute."""
     return any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame in _frames())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.activations.own_forward import without_tiles
+from rmm_linear.activations.own_forward import follow_class, without_tiles
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message
 from rmm_linear.context.model_context import ModelContext
@@ -125,6 +126,7 @@ def convert(
     for index, (name, module) in enumerate(linears.items()):
         # The object stays the same, so tied weights, hooks, optimizers and references to it remain valid.
         module.__class__ = sketched[name]
+        follow_class(module)
         module._set_up(report.converted[name].config, context, index)  # pyright: ignore[reportCallIssue]
     _set_up_packed(packed, config, context)
     report = dataclasses.replace(report, context=context)
@@ -181,8 +183,8 @@ def _choose(
     }
     if (linears or packed) and not any(parameter.requires_grad for parameter in model.parameters()):
         logger.warning(
-            "No parameter of the model requires a gradient, so a training step saves hardly anything, converted or not. "
-            "Unfreeze the model, or put adapters on it, before."
+            "No parameter of the model requires a gradient, so a training step saves hardly anything, converted or "
+            "not. Unfreeze the model, or put adapters on it, before."
         )
     elif converted and not packed and all(layer.frozen for layer in converted.values()):
         logger.warning(
@@ -241,6 +243,7 @@ def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, Packe
 def _set_up_packed(choices: Mapping[str, PackedChoice], config: RMMConfig, context: ModelContext) -> None:
     for index, (name, choice) in enumerate(choices.items(), start=len(context.names) - len(choices)):
         choice.set_up(config.for_module(name), context, index)
+        follow_class(choice.module)
 
 
 def _operations(linears: Mapping[str, nn.Module], packed: Mapping[str, PackedChoice]) -> dict[str, str]:
@@ -260,6 +263,12 @@ def _check_model(model: object) -> None:
         raise ValueError(
             "convert takes a model whose modules are Python objects, got one with modules of torch.jit.script or "
             "torch.jit.trace, whose classes cannot change. Convert the model that they were made from."
+        )
+    unflatten = sys.modules.get("torch.export.unflatten")
+    if unflatten is not None and any(isinstance(module, unflatten.InterpreterModule) for module in model.modules()):
+        raise ValueError(
+            "convert takes a model whose modules have code of their own, got one that torch.export has made, as for "
+            "torch.distributed.pipelining.pipeline(). Make the stages by hand, and convert each of them."
         )
     # With one device or none, DataParallel calls the model itself.
     if any(isinstance(module, nn.DataParallel) and len(module.device_ids) > 1 for module in model.modules()):

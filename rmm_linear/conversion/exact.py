@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.context.model_context import ModelContext, SketchCache
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.layers.linear import SketchedLayer
 

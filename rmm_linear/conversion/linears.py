@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear._support.distributed import is_dtensor, is_fsdp_module, shape_of
 from rmm_linear._support.patterns import matches
 from rmm_linear.activations.own_forward import runs_its_class
 from rmm_linear.activations.products import multiplies
@@ -106,8 +106,6 @@ def _not_convertible(module: nn.Module) -> str | None:
         return f"{kind.__name__} {_QUANTIZED}"
     if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module) or _computes_linear(module)):
         return f"{kind.__name__} is a subclass, whose output is not known to be that of nn.Linear"
-    if _is_tensor_parallel(module):
-        return "tensor parallel layers cannot be sketched, DDP and fully_shard can"
     return replaced_reason(module)
 
 
@@ -159,13 +157,6 @@ def replaced_reason(module: nn.Module) -> str | None:
     return None
 
 
-def _is_tensor_parallel(module: nn.Module) -> bool:
-    """Detected by DTensor parameters or transformers' plan; FSDP's weights are DTensors too, between forward passes."""
-    is_distributed = any(is_dtensor(parameter) for parameter in module.parameters(recurse=False))
-    is_sharded = getattr(module, "_is_fsdp_managed_module", False) and "forward" not in vars(module)
-    return (is_distributed and not is_sharded) or getattr(module, "_hf_tp_plan", None) is not None
-
-
 def is_quantized(module: nn.Module) -> bool:
     """Say whether a module is a quantized layer (torch.ao, bitsandbytes, GPTQ, AWQ, …), or has a torchao weight.
 
@@ -195,7 +186,7 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
     """Return the sizes of a linear layer."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    inputs, outputs = module.weight.shape  # pyright: ignore[reportGeneralTypeIssues]
+    inputs, outputs = shape_of(module.weight)  # pyright: ignore[reportArgumentType]
     return int(inputs), int(outputs)
 
 

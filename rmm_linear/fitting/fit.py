@@ -153,10 +153,11 @@ def check_arguments(
             "fit takes a model that is as it was made, got one that is converted or has a plan. Call "
             "rmm_linear.revert(model) first."
         )
-    if fully_sharded(model) is not None or any(is_dtensor(parameter) for parameter in model.parameters()):
+    if fully_sharded(model) is not None or any(is_dtensor(one) or hasattr(one, "ds_id") for one in model.parameters()):
         raise ValueError(
-            "fit takes a model that is not sharded yet, got one with fully_shard. Fit it before, with "
-            "shards=rmm_linear.Shards(ranks) to count what one rank holds; the plan stays when it is sharded."
+            "fit takes a model that is not sharded yet, got one with fully_shard, tensor parallelism or DeepSpeed's "
+            "ZeRO-3. Fit it before, with shards=rmm_linear.Shards(ranks) to count what one rank holds; the plan stays "
+            "when it is sharded."
         )
     names = (allow,) if isinstance(allow, str) else allow
     if not isinstance(names, Collection) or not names:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import GradientRows, largest_of_rows
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.context.surroundings import in_backward, is_checkpointed
+from rmm_linear.context.surroundings import in_backward, infers_shapes, is_checkpointed
 from rmm_linear.context.survey import Exact
 from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches import TokenMask
@@ -30,6 +30,13 @@ _TRANSFORMS = (
     "Converted modules work with autograd's backward passes and with torch.compile, got a call by {}. "
     "Call rmm_linear.revert(model) before; to export a model, use torch.export in eval mode."
 )
+
+
+_STAGES = (
+    " For pipeline parallelism, make the stages by hand, PipelineStage(module, ...), and convert each of them: "
+    "torch.distributed.pipelining.pipeline() exports the model, and its stages have no modules to convert."
+)
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 has none
 
 
 class ConvertedModule(nn.Module):
@@ -123,6 +130,8 @@ class ConvertedModule(nn.Module):
     def _refuse_transforms(self) -> None:
         """Refuse calls that run the forward pass without the backward pass that activations are compressed for."""
         if torch.compiler.is_compiling():
+            if self.training and _is_exporting():
+                raise RuntimeError(_TRANSFORMS.format("torch.export in train mode") + _STAGES)
             return
         if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:  # pyright: ignore[reportAttributeAccessIssue]
             raise RuntimeError(_TRANSFORMS.format("torch.func or forward-mode differentiation"))
@@ -139,6 +148,8 @@ class ConvertedModule(nn.Module):
         if torch.compiler.is_compiling():
             return False
         if self.rmm_context is not None and self.rmm_index in self.rmm_context.kept_anyway:
+            return True
+        if infers_shapes():
             return True
         if self.rmm_config.checkpointed != "exact":
             return False

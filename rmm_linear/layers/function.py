@@ -23,8 +23,8 @@ from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.call_inputs import HostRead
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.model_context import SketchCache
 from rmm_linear.context.recomputation import ForwardPass
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.sketches import TokenMask

@@ -14,7 +14,8 @@ from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.model_context import CacheEntry, ModelContext
+from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
 from rmm_linear.layers.function import (
@@ -26,6 +27,7 @@ from rmm_linear.layers.function import (
     spec_of,
     unsaved_linear,
 )
+from rmm_linear.layers.sharded import linear_layout, sharded_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_view_of_more, save
 from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms
@@ -72,6 +74,13 @@ class SketchedLayer(ConvertedModule):
         if context is not None and self.rmm_config.directions:
             context.directions[index] = Directions(self.rmm_config.directions)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Note where a layer that is converted already becomes a part of a tensor parallel one."""
+        super().register_parameter(name, param)
+        context = vars(self).get("rmm_context")
+        if context is not None and is_dtensor(param):
+            context.ranks.join(param.device_mesh)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
     def _set_estimator(self, estimator: NormEstimator | None) -> None:
         self.rmm_estimator = estimator
         if self.rmm_context is not None and estimator is not None:
@@ -81,18 +90,14 @@ class SketchedLayer(ConvertedModule):
         self, input: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None = None
     ) -> Tensor:
         """Apply the layer; ``shape`` has the leading dimensions of an input that is already flattened."""
+        if is_dtensor(weight):
+            return self._sharded_linear(input, weight, bias)
         if not is_dense(input) or input.is_complex():
             return F.linear(input, weight, bias)
         output = self._unwatched_linear(input, weight, bias) if self.training else None
         if output is not None:
             return output
         self._refuse_transforms()
-        if is_dtensor(weight):
-            raise RuntimeError(
-                "A sketched layer needs its whole weight in its forward pass, got a DTensor: tensor parallel layers "
-                "cannot be sketched. Name them in exclude_modules. (FSDP's fully_shard works; its layers run inside "
-                "of the modules it was called on.)"
-            )
         if not self.training:
             # Compilers trace all gradients in advance, and that of the unsaved layer's weight raises.
             run = F.linear if torch.compiler.is_compiling() else unsaved_linear
@@ -115,6 +120,15 @@ class SketchedLayer(ConvertedModule):
         output = saved_linear(input, weight, bias, call)
         is_own = weight.requires_grad and dtype in (None, input.dtype)  # the exact layer keeps its input, and no cast
         return self._survey(input, output) if is_own and torch.is_grad_enabled() else output
+
+    def _sharded_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Apply the layer to the part of a tensor parallel one that this rank has; exactly in compiled code."""
+        layout = None if torch.compiler.is_compiling() else linear_layout(input, weight, bias)
+        if layout is None:
+            return F.linear(input, weight, bias)
+        if self.rmm_context is not None and layout.is_divided:
+            self.rmm_context.ranks.divided.add(self.rmm_index)
+        return sharded_linear(self._linear, layout, input, weight, bias)
 
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the output where nothing else looks, made with as little as possible; None for the general way."""

@@ -35,11 +35,14 @@ def draw_seed() -> int:
     return mix(_value(torch.randint(_LIMIT, (), device="cpu")), _rank())
 
 
-def peek_seed() -> int:
-    """Return the seed that :func:`draw_seed` would return now, without advancing the global generator."""
+def peek_seed(rank: int | None = None) -> int:
+    """Return the seed that :func:`draw_seed` would return now, without advancing the global generator.
+
+    ``rank``: That of another process, which the seed would be drawn in.
+    """
     copy = torch.Generator()
     copy.set_state(torch.get_rng_state())
-    return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank())
+    return mix(_value(torch.randint(_LIMIT, (), generator=copy, device="cpu")), _rank() if rank is None else rank)
 
 
 class Fresh(NamedTuple):
@@ -123,6 +126,11 @@ def _numbers(count: int) -> list[int]:
 def is_capturing(device: torch.device) -> bool:
     """Say whether a CUDA graph is being captured, while nothing may be read from the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_simulated() -> bool:
+    """Say whether a step is simulated, whose tensors have no values."""
+    return isinstance(torch.empty(()), FakeTensor)
 
 
 def _value(drawn: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Packed attention in models of transformers: losses to the bit, what stays exact, and the function that is swapped."""
 
 import copy
+import functools
 import pickle
 import re
 import subprocess
@@ -12,6 +13,7 @@ import torch
 import transformers
 from attention_helpers import relative
 from helpers import ALL_ARCHITECTURES, batch_of, loss_of, tiny_model, token_ids
+from torch.nn import functional as F
 
 from rmm_linear import convert, revert
 from rmm_linear.activations import attention_interface
@@ -114,13 +116,38 @@ def test_a_position_bias_of_another_shape_stays_exact_with_the_reason():
 @pytest.mark.parametrize("given", ["softcap", "s_aux", "cache", "output_attentions"])
 def test_arguments_that_are_not_supported_have_a_reason(given, monkeypatch):
     exact = lambda module, query, *args, **kwargs: (query.transpose(1, 2) * 1.0, None)  # noqa: E731
-    monkeypatch.setitem(functions(), "sdpa", exact)
     module = converted(model_of("llama"))[0]
+    ours = functools.partial(attention_interface.packed_sdpa, sdpa=exact)
+    monkeypatch.setitem(functions(), "sdpa", ours)
     module.rmm_linears = ()
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
     output, _ = functions()["sdpa"](module, q, q, q, None, **{given: torch.ones(2)[0] * 1 or 1})
     assert torch.equal(output, q.transpose(1, 2))
     assert module.rmm_exact == f"it is called with {given}"
+
+
+def test_another_librarys_sdpa_keeps_its_gradient(original, monkeypatch):
+    """It may compute something else under that name, as attention to other processes' tokens: its code runs again."""
+
+    def twice(module, query, *args, **kwargs):
+        return original(module, 2 * query, *args, **kwargs)
+
+    monkeypatch.setitem(functions(), "sdpa", twice)
+    want = step(model_of("llama"), "llama")[1]
+    model = model_of("llama")
+    assert not any(isinstance(one, attention_interface.PackedAttention) for one in converted(model))
+    assert functions()["sdpa"] is twice
+    assert relative(step(model, "llama")[1], want) < 3 * NOISE
+
+
+def test_a_replaced_function_of_pytorch_keeps_its_gradient(monkeypatch, caplog):
+    """As by context parallelism, whose attention reaches the tokens of other processes."""
+    attend, model = F.scaled_dot_product_attention, model_of("llama")
+    converted(model)
+    replaced = lambda query, *args, **kwargs: attend(2 * query, *args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replaced)
+    assert all(map(torch.equal, step(model, "llama")[1], step(model_of("llama"), "llama")[1]))
+    assert "context parallelism, which attends to tokens of other processes" in caplog.text
 
 
 def test_other_functions_keep_their_own_code():

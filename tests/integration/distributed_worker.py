@@ -3,7 +3,6 @@
 torchrun --nproc_per_node 2 distributed_worker.py PART OUTPUT
 """
 
-import inspect
 import json
 import os
 import sys
@@ -12,53 +11,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import ROUGH_BODY
-from helpers import tiny_model, token_ids
-from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-from rmm_linear import convert, revert
+from helpers import tiny_model
 
 
-def tensor_parallel():
-    """What is said of layers that torch makes parallel after they were converted, and before."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    first, second = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
-    convert(first, **ROUGH_BODY)
-    for network in (first, second):
-        parallelize_module(network, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
-    report = convert(second, **ROUGH_BODY)
-    second(torch.randn(40, 8)).sum().backward()
-    try:
-        first(torch.randn(40, 8))
-    except RuntimeError as error:
-        return {"error": str(error), "skipped": report.skipped, "converted": list(report.converted)}
-    return {}
+def engines(rows, draws, folder):
+    """Every engine and case of ``rows``, "engine/case;…"."""
+    import distributed_engines as engines
 
-
-def transformers_parallel(folder):
-    """What is said of a model that transformers loads in parts, all of it or but for some layers; {} if it cannot."""
-    if "src_data_rank" not in inspect.signature(distribute_tensor).parameters:
-        return {}
-    from transformers import LlamaForCausalLM
-
-    if dist.get_rank() == 0:
-        tiny_model("llama", dropout=0.0).save_pretrained(folder)
+    os.environ["ENGINE_MODELS"] = f"{folder}/"
+    if dist.get_rank() == 0 and "transformers" in rows:
+        for name in ("llama", "mixtral"):
+            tiny_model(name, dropout=0.0).save_pretrained(folder / name)
     dist.barrier()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    made = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).train()
-    result = {"error": ""}
-    try:
-        convert(made, **ROUGH_BODY)
-    except ValueError as error:
-        result["error"] = str(error)
-    for block in made.model.layers:  # a part of it that is on every rank as a whole
-        block.extra = nn.Linear(16, 16)
-    result["converted"] = list(convert(made, **ROUGH_BODY).converted)
-    made(input_ids=token_ids()).logits.sum().backward()
-    revert(made)
-    return result
+    if "ZeRO" in rows:
+        import deepspeed.comm.torch
+
+        deepspeed.comm.torch.build_shm_op = lambda: None  # a kernel that it would compile
+        deepspeed.init_distributed("gloo", verbose=False)
+    found = {row: engines.found_by(*row.split("/"), int(draws)) for row in rows.split(";")}
+    return found if "ZeRO" in rows else {**found, "refused": engines.refusals()}
 
 
 def main():
@@ -75,9 +46,9 @@ def main():
             "estimators": ddp.estimators(rank, output),
             "accelerate": ddp.accumulation(rank),
             "accelerate, fsdp": ddp.accelerates_plugin(rank),
-            "tensor parallel": tensor_parallel(),
-            "transformers parallel": transformers_parallel(output / "llama"),
         }
+    elif part == "engines":
+        found = engines(*sys.argv[3:], output)
     elif part.startswith("whole"):
         import distributed_whole as whole
 

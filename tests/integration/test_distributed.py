@@ -1,4 +1,4 @@
-"""Two processes under torchrun, on CPU with gloo: DDP, accelerate, compiled code, tensor parallel."""
+"""Two processes under torchrun, on CPU with gloo: DDP, accelerate, compiled code."""
 
 import pytest
 from distributed_helpers import check_unbiased, run_ranks
@@ -66,27 +66,3 @@ def test_accelerates_fsdp_plugin_runs_ddp_on_cpu(ranks):
     first, second = (rank["accelerate, fsdp"] for rank in ranks)
     assert first["class"] == second["class"] == "DistributedDataParallel"
     assert first["gradient"] == second["gradient"]
-
-
-REASON = "tensor parallel layers cannot be sketched"
-
-
-def test_layers_that_are_tensor_parallel_are_skipped(ranks):
-    """The other layer is converted, and the model runs."""
-    for rank in ranks:
-        assert rank["tensor parallel"]["skipped"]["0"].startswith(REASON)
-        assert rank["tensor parallel"]["converted"] == ["1"]
-
-
-def test_sketched_layers_that_become_tensor_parallel_are_refused(ranks):
-    for rank in ranks:
-        assert f"{REASON}. Name them in exclude_modules" in rank["tensor parallel"]["error"]
-
-
-def test_a_model_that_transformers_made_tensor_parallel_is_refused(ranks):
-    """All but its head are; layers that are on every rank as a whole are converted, and the model trains."""
-    if not ranks[0]["transformers parallel"]:
-        pytest.skip("transformers' tensor parallelism needs a PyTorch newer than 2.6")
-    for rank in ranks:
-        assert f"and 13 more: {REASON}" in rank["transformers parallel"]["error"]
-        assert rank["transformers parallel"]["converted"] == ["model.layers.0.extra", "model.layers.1.extra"]

@@ -8,7 +8,7 @@ from cases import QUARTER, every_sampler, every_width
 from helpers import heavy_tailed
 
 from rmm_linear import RMMConfig, sketched_linear
-from rmm_linear.context.model_context import SketchCache
+from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.layers.function import LinearCall, saved_linear
 from rmm_linear.ops.save import save_input
 from rmm_linear.ops.sketches import weight_gradient
