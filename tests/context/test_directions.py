@@ -54,6 +54,7 @@ def step(model, x, seed=0, mask=None):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "weight" in name}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("bits", [4, 3, 1.6])
 @pytest.mark.parametrize(("masked", "out"), [(False, OUT), (True, OUT), (True, 80)], ids=["all", "padding", "wide"])
 def test_the_gradient_is_unbiased_with_less_noise(bits, masked, out):

@@ -21,7 +21,7 @@ from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, measure
 from rmm_linear.planning.step.step import run_step
 from rmm_linear.variance import gradient_noise
 
-LAYERS = 3
+LAYERS = 2
 
 
 def encoder(dropout=0.1):
@@ -43,7 +43,7 @@ def static_bytes(model):
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.7, marks=pytest.mark.thorough), 0.45])
-@pytest.mark.parametrize("max_noise", [1e9, 1e-9])
+@pytest.mark.parametrize("max_noise", [1e9, pytest.param(1e-9, marks=pytest.mark.thorough)])
 def test_the_budget_is_kept_and_what_is_said_is_measured(share, max_noise):
     model, example = encoder(), batch_of()
     allow = ("keep", "sketch", "pack") if max_noise > 1 else ("keep", "recompute", "sketch", "pack")
@@ -83,15 +83,15 @@ def test_what_cannot_be_met_is_said_with_what_would_help():
     with pytest.raises(ValueError, match=r"before anything is saved .*parameters .*gradients .*optimizer"):
         fit(model, example, memory=static_bytes(model) * 3, optimizer=torch.optim.AdamW)
     assert not hasattr(model, "rmm_plan")
-    fit(model, example, "least")  # the model is as it was, so it can be fitted
+    fit(model, example, "least", allow=("keep", "recompute"))  # the model is as it was, so it can be fitted
 
 
 @pytest.mark.parametrize(
     ("allow", "options"),
     [
         (("keep", "recompute"), {"keep", "recompute", "selective", "nested"}),
-        (("keep", "sketch"), {"keep", "convert linears"}),
-        (("keep", "pack"), {"keep", "convert others"}),
+        pytest.param(("keep", "sketch"), {"keep", "convert linears"}, marks=pytest.mark.thorough),
+        pytest.param(("keep", "pack"), {"keep", "convert others"}, marks=pytest.mark.thorough),
         ("pack", {"convert others"}),
         (("keep", "sketch", "pack"), {"keep", *(f"convert {setting.name}" for setting in SETTINGS)}),
         pytest.param(("recompute",), {"recompute", "selective", "nested"}, marks=pytest.mark.thorough),
@@ -215,7 +215,7 @@ def test_noise_is_that_of_the_gradient():
 
 
 def test_options_that_are_too_noisy_are_left_out_by_name():
-    report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12)
+    report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12, allow=("keep", "recompute", "pack"))
     assert all(block.choice != "convert" or not block.noise for block in report.plan.blocks)
     assert any('"compress, 3 bits" is left out where' in note and "layer.0" in note for note in report.notes)
 

@@ -151,7 +151,7 @@ def llama():
     ("make", "memory", "allow"),
     [
         (lambda: (stack(2).train(), rows(64)), "200KB", ("keep", "sketch", "pack")),
-        (llama, "250KB", ("keep", "recompute")),
+        pytest.param(llama, "250KB", ("keep", "recompute"), marks=pytest.mark.thorough),
         (with_table, "200KB", ("keep", "recompute")),
     ],
     ids=["mlp", "llama", "table"],
