@@ -52,8 +52,7 @@ def test_a_plan_for_all_layers_has_the_gradients_of_the_exact_one(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "part",
-    ["tiles", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("store", "least", "random", "longest"))],
+    "part", ["tiles", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("store", "least", "random", "longest"))]
 )
 def test_small_runs(part: str, tmp_path: Path) -> None:
     assert main(["long", "--parts", part, "--tiny", "--out", str(tmp_path), "--commit", "abc"]) == 0
