@@ -12,17 +12,7 @@ from benchmarks.suites import zoo
 # Every kind of attention and MLP once, small ones first.
 TYPES = ["bert", "falcon", "gpt2", "llama", "t5"]
 MORE = [
-    "bloom",
-    "gemma2",
-    "mpt",
-    "opt",
-    "phi",
-    "qwen2",
-    "xglm",
-    "deberta-v2",
-    "electra",
-    "gpt_neox",
-    "codegen",
+    *("bloom", "gemma2", "mpt", "opt", "phi", "qwen2", "xglm", "deberta-v2", "electra", "gpt_neox", "codegen"),
     "stablelm",
 ]
 
