@@ -48,7 +48,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_size = pytest.mark.parametrize("size", SIZES, ids=str)
 every_place = pytest.mark.parametrize("place", PLACES, ids="-".join)
 few_cases = pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case.rows}-{case.columns}-{case.dtype}")
-kernels = pytest.param("triton", marks=needs_triton)
 # In the interpreter a kernel takes seconds. The kernels' own tests compare all of them with plain PyTorch; here, what
 # dispatch and operators add is tried on one of each family, and on all of them where tests are thorough.
 ONE_OF_EACH = ("sketch", "pack_norm", "apply_gated", "attention_backward")
@@ -188,18 +187,27 @@ def test_the_table_has_all_of_them():
 
 
 @pytest.mark.pairs
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter
 @every_row
-@pytest.mark.parametrize("setting", ["auto", kernels])
 @every_dtype
 @every_place
 @every_size
-def test_every_backend_makes_what_plain_pytorch_makes(row, setting, dtype, place, size, samples):
-    case = Case(*size, dtype, *place)
+def test_the_library_makes_what_plain_pytorch_makes(row, dtype, place, size, samples):
+    check_backend(row, Case(*size, dtype, *place), "auto", samples)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("case", [Case(), *(on_kernels(case, few=False) for case in FEW[1:])], ids=str)
+@every_row
+@needs_triton
+def test_the_kernels_make_what_plain_pytorch_makes(row, case, samples):
+    check_backend(row, case, "triton", samples)
+
+
+def check_backend(row, case, setting, samples):
     for one, other in zip(samples(row, case), samples(row, case, setting), strict=True):
         found, expected = row(*one.arguments, **one.named), row.plain(*other.arguments, **other.named)
-        if row.rounds_sums or dtype.itemsize > 2:
-            assert_alike((found, one), (expected, other), row, dtype)  # what is written to is among the arguments
+        if row.rounds_sums or case.dtype.itemsize > 2:
+            assert_alike((found, one), (expected, other), row, case.dtype)  # what is written to is among the arguments
         else:
             assert_near_when_unpacked(found, expected, one)
 
@@ -210,13 +218,15 @@ SEEDED += " PACK_GATED GATE PACK_TOKENS"
 
 
 CASES = [Case(), Case(taken="some"), Case(taken="none"), Case(0, 70), Case(3, 0)]
-SETTINGS = [(setting, case) for setting in ("torch", "auto") for case in CASES]
+CALLED = [(name, setting, case) for name in SEEDED.split() for setting in ("torch", "auto") for case in CASES]
+CALLED += [
+    on_kernels(name, "triton", case, few=case.taken == "some" and name in ("SKETCH", "ENCODE"))
+    for name in SEEDED.split()
+    for case in CASES
+]
 
 
-@pytest.mark.parametrize("name", SEEDED.split())
-@pytest.mark.parametrize(
-    ("setting", "case"), [*SETTINGS, *(on_kernels("triton", case, few=case.taken == "some") for case in CASES)], ids=str
-)
+@pytest.mark.parametrize(("name", "setting", "case"), CALLED, ids=str)
 def test_a_seed_that_is_to_be_written_gives_what_a_written_one_does(name, setting, case, samples):
     row, places = OPERATIONS[name], []
 
