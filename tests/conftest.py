@@ -25,21 +25,28 @@ from rmm_linear.activations.lazy_logits import LazyLogits
 from rmm_linear.fitting import times
 from rmm_linear.norm_estimators import registry
 
-# Files that take half a minute or more begin first, so that no process works alone at the end.
+# Files that take 15 seconds or more begin first, so that no process works alone at the end.
 LONGEST = (
-    "kernels/tests/test_compile.py",
-    "tests/docs/test_pages.py",
-    "tests/fitting/test_callback.py",
-    "tests/integration/test_faults.py",
-    "tests/integrations/test_checkpoints.py",
-    "tests/integration/test_compile.py",
-    "tests/contracts/test_pytorch_modules.py",
-    "tests/contracts/test_replay.py",
-    "tests/benchmarks/test_commands.py",
-    "tests/benchmarks/test_frontier.py",
-    "tests/fitting/test_fit_host.py",
-    "tests/fitting/test_saved_plans.py",
+    "tests/contracts/test_operations.py",
+    "tests/contracts/test_modules.py",
+    "tests/integrations/test_transformers.py",
     "tests/planning/graphs/test_plan_graph.py",
+    "kernels/tests/test_parity.py",
+    "kernels/tests/test_compile.py",
+    "tests/fitting/test_fit.py",
+    "tests/fitting/test_fit_random.py",
+    "tests/fitting/test_longest.py",
+    "tests/contracts/test_replay.py",
+    "tests/contracts/test_untouched.py",
+    "tests/glue/test_training.py",
+    "tests/glue/test_cli.py",
+    "tests/glue/test_checkpoints.py",
+    "tests/fitting/test_callback.py",
+    "tests/integration/test_compile.py",
+    "tests/integration/test_whole_distributed.py",
+    "tests/integrations/test_converting_callback.py",
+    "tests/glue/test_probe.py",
+    "tests/docs/test_pages.py",
 )
 
 # Runs are compared to the bit, in processes of their own too: forked ones have one thread, and wait forever for others.
@@ -111,7 +118,8 @@ def no_graphs_left() -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, and leave for later what adds least, of tests marked ``pairs`` or ``diagonal``."""
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in LONGEST)
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     seen: dict[str, set[object]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("pairs"):

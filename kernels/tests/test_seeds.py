@@ -38,7 +38,13 @@ def numbers(name, seed):
     return (seed, 3 - seed if seed > 0 else 3) if "gate" in name else (seed,)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",  # those that make an output too, which takes longest, hand the seed on as those that only pack
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * name.endswith(("gate_and_pack", "normalize_and_pack")))
+        for name in CALLS
+    ],
+)
 def test_a_seed_by_value_gives_what_the_same_one_in_its_place_gives(name):
     x, make, results = Inputs(DEVICE).matrix(19, 70), kernels(), []
     for place, seed in enumerate(SEEDS):

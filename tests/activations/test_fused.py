@@ -138,6 +138,7 @@ def test_norms_that_read_one_input_share_its_copy(calls):
     torch.testing.assert_close(second, 2 * first)
 
 
+@pytest.mark.stack
 def test_compiled_code_is_one_graph_with_the_same_outputs(calls):
     model = nn.Sequential(nn.LayerNorm(16), nn.GELU(), LlamaRMSNorm(16), made("llama").mlp).train()
     convert(model, fused=True, operations=["norm", "activation"])

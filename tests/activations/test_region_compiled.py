@@ -61,6 +61,7 @@ def test_one_graph_is_refused_in_training_alone():
     torch.compile(model.eval(), backend="aot_eager", fullgraph=True)(x)
 
 
+@pytest.mark.stack
 def test_a_model_with_all_operations():
     config = hf.Gemma2Config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,

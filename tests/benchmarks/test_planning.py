@@ -21,6 +21,7 @@ from benchmarks.planning.networks import PUBLISHED, large
 from benchmarks.records import RESULTS, read_rows
 from benchmarks.suites.models import twin
 from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.options import ALLOW
 from rmm_linear.memory import peak
 from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.plan import BlockPlan
@@ -80,9 +81,19 @@ def test_plans_that_are_published_fit_and_were_predicted() -> None:
 @pytest.fixture(scope="module")
 def made() -> Made:
     """The tiny LLaMA with the options of its blocks, and the plans of all methods."""
-    work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
+    return made_of(ALLOW)
+
+
+def made_of(allow: tuple[str, ...]) -> Made:
+    work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW, allow=allow)
     work.add_options(1.0)
     return work, plans(work)
+
+
+@pytest.fixture(scope="module")
+def methods() -> dict[str, BlockPlan]:
+    """The plans of methods that take no options of their own."""
+    return made_of(("keep", "recompute"))[1]
 
 
 @pytest.mark.thorough
@@ -105,8 +116,8 @@ def test_no_method_reaches_further_than_the_fitted_plan_or_the_memory(made: Made
 
 
 @pytest.mark.parametrize("method", ["checkpointed", "packed"])
-def test_simulations_take_the_bytes_of_real_steps(made: Made, method: str) -> None:
-    plan = made[1][method]
+def test_simulations_take_the_bytes_of_real_steps(methods: dict[str, BlockPlan], method: str) -> None:
+    plan = methods[method]
     simulated = simulate(plan, texts(2, 512)).bytes
     torch.manual_seed(0)
     real: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, use_cache=False), dtype=torch.bfloat16)

@@ -56,7 +56,9 @@ def reads(monkeypatch):
 CASES = [(architecture, "auto") for architecture in (*ARCHITECTURES, "t5")]
 
 
-@pytest.mark.parametrize(("architecture", "backend"), [*CASES, pytest.param("llama", "triton", marks=needs_triton)])
+@pytest.mark.parametrize(
+    ("architecture", "backend"), [*CASES, pytest.param("llama", "triton", marks=[needs_triton, pytest.mark.thorough])]
+)
 def test_a_forward_pass_reads_at_most_once_from_the_second_step_on(architecture, backend, reads, monkeypatch):
     monkeypatch.setenv("RMM_BACKEND", backend)
     model = tiny_model(architecture, layers=2 if backend == "auto" else 1)

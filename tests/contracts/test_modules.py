@@ -87,6 +87,15 @@ def every_module(of):
     return pytest.mark.parametrize("name", members(of))
 
 
+def with_settings(of, settings, few=()):
+    """Every module with every setting; with each of the ``few``, one of three, and the others where it is thorough."""
+    for place, one in enumerate(members(of)):
+        for setting in settings:
+            left = setting in few and (place + few.index(setting)) % 3
+            marks = [*one.marks, *([pytest.mark.thorough] if left else [])]
+            yield pytest.param(*one.values, setting, marks=marks, id=f"{one.id}-{setting}")
+
+
 def saving(choose):
     """Arguments of a checkpoint that saves what some operators make."""
 
@@ -104,8 +113,12 @@ FORMS = {
     "saves ours": saving(lambda operator: operator.namespace == "rmm_linear"),
     "saves nothing": saving(lambda operator: False),
 }
+
+
+# Which operators' results a checkpoint saves is a setting of PyTorch's, and not of a module.
+SELECTIVE = ("without random numbers", "saves ours", "saves nothing")
 in_checkpoints = pytest.mark.parametrize(
-    ("form", "name"), [pytest.param(form, *one.values, marks=one.marks) for form in FORMS for one in members(form)]
+    ("name", "form"), [one for form in FORMS for one in with_settings(form, [form], SELECTIVE)]
 )
 
 
@@ -134,8 +147,7 @@ def test_the_table_has_every_function():
 # Properties
 
 
-@every_module("exact")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), with_settings("exact", DTYPES, DTYPES[2:]))
 def test_what_is_exact(name, dtype):
     """Output, random numbers and exact gradients in training; everything in eval mode and without gradients."""
     found, exact, x = converted_model(name, dtype=dtype), exact_model(name, dtype=dtype), inputs(dtype)
@@ -403,13 +415,19 @@ def test_what_has_no_backward_pass_of_autograd_is_refused(name):
             run()
 
 
+# The other gated modules and norms differ in what they are recognized by, and call the same kernels.
+ON_KERNELS = ("gated llama", "gated functional", "norm layer", "norm rms", "norm gemma")
+
+
 def fused_members():
     """Modules whose outputs kernels make; one dtype for each."""
     fused = [one for one in members("fused") if MEMBERS[one.values[0]].operation in ("activation", "norm")]
     fused = [one for one in fused if "bits" not in one.id and "in place" not in one.id]
     for place, one in enumerate(fused):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[place % 3]
-        yield pytest.param(*one.values, dtype, marks=one.marks, id=f"{one.id}-{dtype}")
+        left = one.id.startswith(("gated", "norm")) and one.id not in ON_KERNELS
+        marks = [*one.marks, *([pytest.mark.thorough] if left else [])]
+        yield pytest.param(*one.values, dtype, marks=marks, id=f"{one.id}-{dtype}")
 
 
 @pytest.fixture
@@ -455,16 +473,16 @@ def test_fused_outputs_differ_in_last_bits_and_gradients_do_not(name, dtype, ker
 
 
 def compiled_members():
-    """One of every operation and class, and the others where the stack is tested at length."""
-    seen = set()
+    """One of each mechanism that a whole model in one graph has not, and the others at length.
+
+    tests/integration/test_compile.py compiles a model with the rest: linears, an activation, dropout, attention.
+    """
     for one in members("compile"):
-        (name,) = one.values
-        kind = (
-            name.partition(" ")[0] if "attention" not in name else name if name in OF_TRANSFORMERS[:1] else "attention"
-        )
-        marks = [*one.marks, *([pytest.mark.stack] if kind in seen else [])]
-        seen.add(kind)
-        yield pytest.param(name, marks=marks, id=name)
+        marks = [
+            *one.marks,
+            *([] if one.id in ("linear countsketch", "norm layer", "gated llama") else [pytest.mark.stack]),
+        ]
+        yield pytest.param(*one.values, marks=marks, id=one.id)
 
 
 @pytest.mark.parametrize("name", compiled_members())

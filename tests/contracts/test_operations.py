@@ -48,7 +48,13 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_size = pytest.mark.parametrize("size", SIZES, ids=str)
 every_place = pytest.mark.parametrize("place", PLACES, ids="-".join)
 few_cases = pytest.mark.parametrize("case", FEW, ids=lambda case: f"{case.rows}-{case.columns}-{case.dtype}")
-kernels = pytest.param("triton", marks=needs_triton)
+# In the interpreter a kernel takes seconds. The kernels' own tests compare all of them with plain PyTorch; here, what
+# dispatch and operators add is tried on one of each family, and on all of them where tests are thorough.
+ONE_OF_EACH = ("sketch", "pack_norm", "apply_gated", "attention_backward")
+
+
+def on_kernels(*values, few):
+    return pytest.param(*values, marks=[needs_triton, *([] if few else [pytest.mark.thorough])])
 
 
 @pytest.fixture(autouse=True)
@@ -181,18 +187,27 @@ def test_the_table_has_all_of_them():
 
 
 @pytest.mark.pairs
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter
 @every_row
-@pytest.mark.parametrize("setting", ["auto", kernels])
 @every_dtype
 @every_place
 @every_size
-def test_every_backend_makes_what_plain_pytorch_makes(row, setting, dtype, place, size, samples):
-    case = Case(*size, dtype, *place)
+def test_the_library_makes_what_plain_pytorch_makes(row, dtype, place, size, samples):
+    check_backend(row, Case(*size, dtype, *place), "auto", samples)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("case", [Case(), *(on_kernels(case, few=False) for case in FEW[1:])], ids=str)
+@every_row
+@needs_triton
+def test_the_kernels_make_what_plain_pytorch_makes(row, case, samples):
+    check_backend(row, case, "triton", samples)
+
+
+def check_backend(row, case, setting, samples):
     for one, other in zip(samples(row, case), samples(row, case, setting), strict=True):
         found, expected = row(*one.arguments, **one.named), row.plain(*other.arguments, **other.named)
-        if row.rounds_sums or dtype.itemsize > 2:
-            assert_alike((found, one), (expected, other), row, dtype)  # what is written to is among the arguments
+        if row.rounds_sums or case.dtype.itemsize > 2:
+            assert_alike((found, one), (expected, other), row, case.dtype)  # what is written to is among the arguments
         else:
             assert_near_when_unpacked(found, expected, one)
 
@@ -202,9 +217,16 @@ SEEDED = "SKETCH PACKED_SKETCH PACK ENCODE DIRECTED SAMPLE_ROWS PACK_NORM NORMAL
 SEEDED += " PACK_GATED GATE PACK_TOKENS"
 
 
-@pytest.mark.parametrize("name", SEEDED.split())
-@pytest.mark.parametrize("setting", ["torch", "auto", kernels])
-@pytest.mark.parametrize("case", [Case(), Case(taken="some"), Case(taken="none"), Case(0, 70), Case(3, 0)], ids=str)
+CASES = [Case(), Case(taken="some"), Case(taken="none"), Case(0, 70), Case(3, 0)]
+CALLED = [(name, setting, case) for name in SEEDED.split() for setting in ("torch", "auto") for case in CASES]
+CALLED += [
+    on_kernels(name, "triton", case, few=case.taken == "some" and name in ("SKETCH", "ENCODE"))
+    for name in SEEDED.split()
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "case"), CALLED, ids=str)
 def test_a_seed_that_is_to_be_written_gives_what_a_written_one_does(name, setting, case, samples):
     row, places = OPERATIONS[name], []
 
@@ -286,8 +308,14 @@ STAY = [row for row in OPERATIONS.values() if row.by_row and row.name not in NOT
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("row", STAY, ids=lambda row: row.name)
-@pytest.mark.parametrize("setting", ["torch", "auto", kernels])
+@pytest.mark.parametrize(
+    ("row", "setting"),
+    [
+        *((row, setting) for setting in ("torch", "auto") for row in STAY),
+        *(on_kernels(row, "triton", few=row.name.lower() in ONE_OF_EACH) for row in STAY),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
 @pytest.mark.parametrize("taken", ["some", "all"])
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -312,7 +340,7 @@ def test_nan_stays_in_its_row(row, setting, taken, samples):
 
 
 @pytest.mark.parametrize("one", [*OPERATIONS.values(), *OPERATORS.values()], ids=lambda one: f"{one.name}")
-@pytest.mark.parametrize("taken", ["all", "some"])
+@pytest.mark.parametrize("taken", [pytest.param("all", marks=pytest.mark.thorough), "some"])
 def test_no_accelerator_is_waited_for(one, taken, samples, monkeypatch):
     """Tensors without numbers, on a device that is no CPU: what asks for one raises."""
     run = getattr(one, "plain", None) or one.function
@@ -333,16 +361,19 @@ def flat(operator, call):
 @every_operator
 @few_cases
 def test_operators_keep_the_rules_of_pytorch(operator, case, samples, monkeypatch):
-    """Schema, fakes, autograd; the compiler once per case, with shapes that vary."""
+    """Schema, fakes, autograd; the compiler once for all rows and once for some, with shapes that vary."""
     monkeypatch.setattr("rmm_linear.ops.save.draw_seed", lambda: 77)  # each of two runs would draw its own
     for place, call in enumerate(samples(operator, case)):
         rules = ["test_schema", "test_autograd_registration", "test_faketensor"]
-        rules += ["test_aot_dispatch_dynamic"] if place == 0 else []
+        rules += ["test_aot_dispatch_dynamic"] if place == 0 and case in FEW[:2] else []
         torch.library.opcheck(operator.definition, flat(operator, call), test_utils=rules)
 
 
-@every_operator
-@needs_triton
+@pytest.mark.parametrize(
+    "operator",
+    [on_kernels(one, few=one.name in ONE_OF_EACH) for one in OPERATORS.values()],
+    ids=lambda one: one.name,
+)
 def test_operators_on_the_kernels_keep_the_rules_of_pytorch(operator, samples, monkeypatch):
     monkeypatch.setattr("rmm_linear.ops.save.draw_seed", lambda: 77)
     rules = ["test_schema", "test_faketensor"]

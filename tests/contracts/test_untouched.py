@@ -92,7 +92,7 @@ FUNCTIONS = {
     ),
     "explain": lambda model, _: memory.explain(model, BATCH, **CONFIG),
     "fit": lambda model, _: (rmm_linear.fit(model, BATCH, 0.95), rmm_linear.revert(model)),
-    "max_batch": lambda model, _: rmm_linear.max_batch(model, BATCH, 70_000, allow=("recompute", "sketch")),
+    "max_batch": lambda model, _: rmm_linear.max_batch(model, BATCH, 70_000, allow=("recompute",)),
     "gradient_noise": lambda model, _: variance.gradient_noise(model, BATCH, rmm_linear.RMMConfig(**CONFIG), draws=1),
     "gradient_noise of a converted model": converted(lambda model, _: variance.gradient_noise(model, BATCH, draws=1)),
     "simulate": lambda model, _: planning.simulate(model, BATCH),

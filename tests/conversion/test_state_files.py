@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("fault", [kill, no_room])
 @pytest.mark.parametrize(("old", "new", "what"), CASES, ids=lambda case: str(case))
 def test_a_fault_at_any_moment_leaves_the_old_save_or_the_new_one(tmp_path, monkeypatch, old, new, what, fault):

@@ -21,7 +21,7 @@ from rmm_linear.planning import BlockPlan, PlannedBlock, load_plan, measure
 from rmm_linear.planning.step.step import run_step
 from rmm_linear.variance import gradient_noise
 
-LAYERS = 3
+LAYERS = 2
 
 
 def encoder(dropout=0.1):
@@ -43,14 +43,16 @@ def static_bytes(model):
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.7, marks=pytest.mark.thorough), 0.45])
-@pytest.mark.parametrize("max_noise", [1e9, 1e-9])
+@pytest.mark.parametrize("max_noise", [1e9, pytest.param(1e-9, marks=pytest.mark.thorough)])
 def test_the_budget_is_kept_and_what_is_said_is_measured(share, max_noise):
     model, example = encoder(), batch_of()
     allow = ("keep", "sketch", "pack") if max_noise > 1 else ("keep", "recompute", "sketch", "pack")
     report = fit(model, example, memory=share, max_noise=max_noise, allow=allow)
-    measured = real_peak(model, example) + static_bytes(model)
     assert report.fits
-    assert measured <= report.memory == int(share * report.exact_peak)
+    assert real_peak(model, example) + static_bytes(model) <= report.memory == int(share * report.exact_peak)
+    again = encoder()  # of which the first step is measured, as fit does it: later ones may take less
+    BlockPlan(report.plan.blocks, config=report.plan.config).apply(again)
+    measured = real_peak(again, example) + static_bytes(again)
     assert report.measured_peak == measured
     assert abs(report.predicted_peak / measured - 1) < 0.03
     assert abs(report.simulated_peak / measured - 1) < 0.03
@@ -83,7 +85,7 @@ def test_what_cannot_be_met_is_said_with_what_would_help():
     with pytest.raises(ValueError, match=r"before anything is saved .*parameters .*gradients .*optimizer"):
         fit(model, example, memory=static_bytes(model) * 3, optimizer=torch.optim.AdamW)
     assert not hasattr(model, "rmm_plan")
-    fit(model, example, "least")  # the model is as it was, so it can be fitted
+    fit(model, example, "least", allow=("keep", "recompute"))  # the model is as it was, so it can be fitted
 
 
 @pytest.mark.parametrize(
@@ -94,11 +96,12 @@ def test_what_cannot_be_met_is_said_with_what_would_help():
         (("keep", "pack"), {"keep", "convert others"}),
         ("pack", {"convert others"}),
         (("keep", "sketch", "pack"), {"keep", *(f"convert {setting.name}" for setting in SETTINGS)}),
-        pytest.param(("recompute",), {"recompute", "selective", "nested"}, marks=pytest.mark.thorough),
+        (("recompute",), {"recompute", "selective", "nested"}),
     ],
 )
 def test_only_what_is_allowed_is_done(allow, options):
-    model, example = encoder(), batch_of()
+    has_choice = allow not in ("pack", ("keep", "sketch"))  # in a stack, which has blocks that are a linear layer alone
+    model, example = (stack(2).train(), rows()) if has_choice else (encoder(), batch_of())
     report = fit(model, example, "least" if allow == "pack" else 0.85, allow=allow, max_noise=1e9)
     assert {block.option for block in report.plan.blocks} <= options
     assert {block.option for block in report.plan.blocks} != {"keep"}
@@ -215,7 +218,7 @@ def test_noise_is_that_of_the_gradient():
 
 
 def test_options_that_are_too_noisy_are_left_out_by_name():
-    report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12)
+    report = fit(encoder(), batch_of(), memory=0.7, max_noise=1e-12, allow=("keep", "recompute", "pack"))
     assert all(block.choice != "convert" or not block.noise for block in report.plan.blocks)
     assert any('"compress, 3 bits" is left out where' in note and "layer.0" in note for note in report.notes)
 
@@ -246,18 +249,13 @@ def test_the_report_can_be_read_saved_and_plotted(tmp_path):
 
 
 def test_a_model_on_the_meta_device_is_planned_without_values():
-    with torch.device("meta"):
-        model = encoder()
-    example = {name: tensor.to("meta") for name, tensor in batch_of().items()}
-    report = fit(model, example, memory=0.5)
+    report = fit(stack(2).train().to("meta"), rows().to("meta"), memory=0.85)
     assert report.measured_peak is None
     assert report.noise is None
     assert report.fits
     assert any("The variance ratio is not measured" in note for note in report.notes)
     assert all(block.setting != "narrow" for block in report.plan.blocks)
-    exact = fit(encoder(), batch_of(), memory="1GB")
-    # Fake tensors keep the mask of scores that the real model drops, as it masks nothing.
-    assert 0 <= report.exact_peak - exact.exact_peak <= 8 * 64 * 64 * 5
+    assert report.exact_peak == fit(stack(2).train(), rows(), memory="1GB").exact_peak
 
 
 class Plain(nn.Module):

@@ -111,8 +111,10 @@ def check_report(model, example, report):
     """Check that real steps take what was simulated, within the budget, and plain ones what the exact model takes."""
     static = static_memory(model).before_step
     peaks = {static + real_peak(model, example) for _ in range(2)}
-    assert report.memory is None or max(peaks) <= report.memory
-    assert peaks == {report.measured_peak} == {report.simulated_peak}
+    assert report.memory is None or report.measured_peak <= report.memory
+    assert max(peaks) <= report.measured_peak == report.simulated_peak
+    # The first step with compressed activations, which fit measures, finds out what later ones need not keep.
+    assert peaks == {report.measured_peak} or any(block.choice == "convert" for block in report.plan.blocks)
     rmm_linear.revert(model)
     assert static + real_peak(model, example) == report.exact_peak
 
@@ -151,7 +153,7 @@ def llama():
     ("make", "memory", "allow"),
     [
         (lambda: (stack(2).train(), rows(64)), "200KB", ("keep", "sketch", "pack")),
-        (llama, "250KB", ("keep", "recompute")),
+        pytest.param(llama, "250KB", ("keep", "recompute"), marks=pytest.mark.thorough),
         (with_table, "200KB", ("keep", "recompute")),
     ],
     ids=["mlp", "llama", "table"],

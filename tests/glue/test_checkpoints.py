@@ -82,8 +82,9 @@ def test_every_file_of_a_checkpoint_that_is_damaged_is_named(model, cola, tmp_pa
     whole = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     names = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
     assert {*names, SETTINGS_FILE, "sketch_state.json"} < set(whole)
-    for name in whole:
-        for damage in (cut, empty, flip, Path.unlink):
+    every = (cut, empty, flip, Path.unlink)
+    for place, name in enumerate(whole):  # all that may happen to the largest file, and one thing after the other
+        for damage in every if name == "model.safetensors" else (every[place % 4],):
             if name == SETTINGS_FILE and damage in (flip, Path.unlink):
                 continue  # a flipped digit is a setting or a digest of another; without it there is no checkpoint
             damage(checkpoint / name)

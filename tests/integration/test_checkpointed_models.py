@@ -232,6 +232,7 @@ def test_a_policy_that_saves_sketches_has_the_gradients_of_a_step_without_checkp
 POLICIES = {"products": PRODUCTS.__contains__, "all": lambda op: True, "all but the sketches": lambda op: not ours(op)}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("fields", [{}, {"ratio": 0.99}], ids=["default", "every row"])
 @pytest.mark.parametrize("choose", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("architecture", ["roberta", "llama"])
@@ -286,6 +287,7 @@ def test_saved_tensors_on_the_cpu_or_through_other_hooks_change_nothing(architec
 # Bytes: the tensors that live, as every operator was watched, against what the saved-tensor hooks and the formulas say
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("settings", [None, WHOLE_BODY], ids=["exact", "whole"])
 @architectures
 def test_nothing_but_what_the_ledger_counts_lives_after_a_forward_pass(architecture, settings):

@@ -222,5 +222,5 @@ def test_blocks_that_are_compiled_by_themselves_are_unbiased():
         block.compile(fullgraph=True, backend=graphs.backend)
     torch.manual_seed(1)
     name = "roberta.encoder.layer.1.intermediate.dense.weight"
-    assert_unbiased(lambda _: step(model, batch(20))[1][name], exact[name], draws=100, widest=0.1)
+    assert_unbiased(lambda _: step(model, batch(20))[1][name], exact[name], draws=40, widest=0.2)
     assert len(graphs.counts) == 4  # one graph for each block, which has hooks with numbers of their own

@@ -57,7 +57,11 @@ class BeforeTheLastFile(CheckpointFiles):
 
 @pytest.mark.parametrize(
     "killer",
-    [("StepTimer", InTheMiddle), ("GlueTrainer", WhileSavingTheModel), ("CheckpointFiles", BeforeTheLastFile)],
+    [
+        pytest.param(("StepTimer", InTheMiddle), marks=pytest.mark.thorough),
+        ("GlueTrainer", WhileSavingTheModel),
+        ("CheckpointFiles", BeforeTheLastFile),
+    ],
     ids=["training", "saving", "almost saved"],
 )
 def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
@@ -79,7 +83,10 @@ def limited(room):
     return contextlib.nullcontext() if room is None else full_disk(room)
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "weights", "conversion", "results"])
+@pytest.mark.parametrize(
+    "what",
+    ["checkpoint", *(pytest.param(what, marks=pytest.mark.thorough) for what in ("weights", "conversion")), "results"],
+)
 def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_it_goes_on_when_there_is_room(
     model, cola, tmp_path, uninterrupted, monkeypatch, capsys, what
 ):

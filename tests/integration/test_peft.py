@@ -119,7 +119,9 @@ def test_estimators_of_adapters_learn_once_b_is_not_zero(name):
         pytest.param(ROUGH_BODY, True, id="reentrant"),
         pytest.param(ROUGH_BODY, False, id="non-reentrant"),
         pytest.param({**WTA, "norm_estimator": "position_token"}, None, id="wta"),
-        pytest.param({**WTA, "norm_estimator": "position_token"}, False, id="wta, non-reentrant"),
+        pytest.param(
+            {**WTA, "norm_estimator": "position_token"}, False, id="wta, non-reentrant", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_lora_a_has_an_unbiased_gradient(setting, reentrant):

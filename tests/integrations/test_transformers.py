@@ -78,7 +78,9 @@ def test_memory_is_that_of_an_ordinary_step(tmp_path):
     assert entry["rmm/peak_bytes"] == pytest.approx(highest.bytes, rel=0.05)
 
 
-@pytest.mark.parametrize(("every", "config"), [(1, None), (2, RMMConfig(memory=0.3, min_rows=1))])
+@pytest.mark.parametrize(
+    ("every", "config"), [pytest.param(1, None, marks=pytest.mark.thorough), (2, RMMConfig(memory=0.3, min_rows=1))]
+)
 def test_weights_are_the_same_to_the_bit(tmp_path, every, config):
     plain, _, _ = make_trainer(tmp_path / "plain", config=config)
     plain.train()
@@ -121,7 +123,7 @@ def test_nothing_stays_after_training(run):
     assert "training_step" not in vars(trainer)
 
 
-@pytest.mark.parametrize("middle", [3, 5])
+@pytest.mark.parametrize("middle", [pytest.param(3, marks=pytest.mark.thorough), 5])
 def test_a_resumed_run_has_the_same_rows_and_weights(run, tmp_path, middle, capsys):
     """Step 2 comes from the checkpoint; steps 4 and 6 are looked at in their turn."""
     whole, callback, _, _ = run
@@ -139,7 +141,7 @@ def test_a_resumed_run_has_the_same_rows_and_weights(run, tmp_path, middle, caps
     assert "rmm_linear: converted=14" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_gradient_checkpointing(tmp_path, reentrant):
     found = []
     for checkpointed in (False, True):

@@ -59,7 +59,7 @@ OPTIONS = {
 }
 
 
-SHORT = [("llama", "accumulated"), ("llama", "checkpointed"), ("llama", "smoothed"), ("roberta", "reentrant")]
+SHORT = [("llama", "accumulated"), ("roberta", "reentrant")]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_what_is_expected_of_the_gradient_lowers_the_noise(kind):
 # Masks and edges
 
 
+@pytest.mark.diagonal
 @every_width
 @every_sampler
 def test_tokens_that_fit_are_exact_but_for_rounding(kind, bits):

@@ -40,7 +40,7 @@ def real_peak(run, inputs):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("roberta", "llama", "unet"))) for name in NETWORKS],
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name != "cnn")) for name in NETWORKS],
 )
 def test_a_planned_graph_fits_and_changes_no_bit(name):
     model, example = network(name)
@@ -59,12 +59,11 @@ def test_a_planned_graph_fits_and_changes_no_bit(name):
     assert real_peak(graph, inputs) == plan.plain
 
 
-@pytest.mark.parametrize("method", ["chen", "kusumoto"])
-def test_other_methods_are_not_better(method):
+def test_other_methods_are_not_better():
     model, example = network("mlp")
-    plan, ours = (plan_graph(model, example, memory=0.8, method=one) for one in (method, "cuts"))
-    assert max(plan.predicted, ours.predicted) <= plan.memory
-    assert ours.seconds <= plan.seconds
+    plans = [plan_graph(model, example, memory=0.8, method=one) for one in ("cuts", "chen", "kusumoto")]
+    assert all(plan.predicted <= plan.memory for plan in plans)
+    assert plans[0].seconds == min(plan.seconds for plan in plans)
 
 
 def test_all_lower_sets_of_a_small_graph_are_used_and_those_of_a_large_one_refused():
@@ -121,10 +120,11 @@ X = torch.ones(64, 8)
     [
         (lambda: plan_graph(Broken(), X[:, :4], memory=0.9), CaptureError, r"(?s)test_plan_graph.py.*plan_blocks"),
         (lambda: plan_graph(converted(), X, memory=0.9), CaptureError, "converted.* draws its sketches in another ord"),
-        (
+        pytest.param(
             lambda: torch.compile(converted(), backend=backend(memory=0.5), dynamic=False)(X),
             torch._dynamo.exc.BackendCompilerFailed,
             "draws its sketches in another order",
+            marks=pytest.mark.thorough,
         ),
         (lambda: plan_graph(Checkpointed(8, 2), X, memory=0.5), CaptureError, r"has its own\. Turn it off"),
         (lambda: plan_graph(mlp(), lambda: 1, memory=0.5), CaptureError, r"got a function\. Pass the batch"),
@@ -247,7 +247,11 @@ def test_a_piece_may_begin_with_what_overwrites_the_one_before():
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("mlp", "cuts"), ("cnn", "cuts"), ("unet", "cuts"), ("llama", "chen"), ("unet", "kusumoto")]
+    ("name", "method"),
+    [
+        *(("mlp", "cuts"), ("cnn", "cuts"), ("unet", "kusumoto")),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("unet", "cuts"), ("llama", "chen"))),
+    ],
 )
 def test_the_formula_that_ranks_proposals_is_near_the_simulation(name, method):
     model, example = network(name)
