@@ -19,7 +19,7 @@ EXACT = "--allow keep recompute offload tile"
 QLORA, FULL = "--method qlora --rank 32", "--method full --offload-state"
 MEMORIES = ("8GiB", "16GiB", "24GiB", "48GiB", "80GiB")
 # Tokens of QLoRA of rank 32 on Llama-3.1-8B, batch 1, by memory in GiB, as its authors' page has them.
-UNSLOTH = dict(zip(MEMORIES, (2_972, 40_724, 78_475, 191_728, 342_733), strict=True))
+UNSLOTH: dict[str, int] = dict(zip(MEMORIES, (2_972, 40_724, 78_475, 191_728, 342_733), strict=True))
 
 COMMANDS = (
     f"llama-3.1-8b --memory 80GB {QLORA} {EXACT}",
