@@ -40,6 +40,7 @@ from rmm_linear.integrations.trainers import (
     is_trainer,
     loss_call,
     prepared_inputs,
+    untraced,
     turn_off_checkpointing,
 )
 
@@ -254,7 +255,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
                 by_depth = whole.by_depth(operation).items() if self.per_layer else ()
                 logs.update({f"noise_whole/{operation}/{block}": ratio for block, ratio in by_depth})
         should_log = control.should_log
-        self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
+        with untraced(self.trainer):  # TRL's log hands on its metrics, and begins new ones
+            self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
         if state.global_step == self._asked and self._prints and "noise" in medians:
             print(
