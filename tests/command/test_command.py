@@ -141,7 +141,7 @@ EXPLAIN = ["{}/roberta", "--batch"]
         ("explain", ["{}/roberta", "--rmm_config", "{}/none.json"], "none.json"),
         ("fit", ["/nowhere", "--memory", "1GB"], "MODEL must be a folder written by save_pretrained"),
         ("fit", FIT[:-1], "Give --memory 8GB, or --time 1.2"),
-        ("fit", [*FIT, "10KB"], "memory=10000 cannot be met"),
+        ("fit", [*FIT, "10KB"], "memory='10KB' cannot be met"),
         ("fit", [*FIT, "1.5"], "memory as a share must be in (0, 1], or (0 %, 100 %], got '1.5'"),
         ("fit", [*FIT, "1GB", "--allow", "recomput"], "Did you mean 'recompute'"),
         ("fit", [*FIT, "1GB", "--max-noise", "0"], "max_noise must be positive"),

@@ -81,7 +81,7 @@ def test_what_does_not_go_with_it_is_refused_before_anything_is_written(model, c
 def test_what_cannot_be_met_is_one_line(model, cola, tmp_path, capsys):
     argv = flags(model, cola, tmp_path / "run", **{**FIT, "max_memory": "1KB"})
     assert main(argv) == 2
-    assert "memory=1000 cannot be met" in capsys.readouterr().err
+    assert "memory='1KB' cannot be met" in capsys.readouterr().err
 
 
 def test_the_help_has_it():
