@@ -20,7 +20,7 @@ from glue_finetune.errors import UserError, one_line
 from glue_finetune.flags import GlueArguments, flag, flags_parser
 from glue_finetune.tasks import TASKS, get_task, training_defaults
 from rmm_linear import RMMConfig
-from rmm_linear.integrations.fit_settings import read_fit, share_or_size
+from rmm_linear.integrations.fit_settings import read_fit
 
 
 @dataclasses.dataclass
@@ -118,7 +118,7 @@ def _check_max_memory(values: dict[str, Any], given: frozenset[str]) -> None:
             "of them."
         )
     try:
-        read_fit(share_or_size(values["max_memory"]))
+        read_fit(values["max_memory"])
     except ValueError as error:
         raise UserError(f"max_memory: {one_line(error)}") from error
 

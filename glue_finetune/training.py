@@ -57,11 +57,11 @@ from rmm_linear import ConversionReport, RMMConfig, convert
 from rmm_linear._support import provenance
 from rmm_linear._support.json_files import read_json
 from rmm_linear.estimators import IndexedDataset, with_sample_index
-from rmm_linear.integrations.fit_settings import share_or_size
 from rmm_linear.integrations.fit_training import ENTRY, FitCallback
 from rmm_linear.integrations.pretrained import save_conversion
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.transformers import ProbeCallback
+from rmm_linear.planning.budget import BudgetError
 
 SHORT_REPORTS = (
     "RMM_GLUE_SHORT_REPORTS"  # an environment variable: runs of a comparison print a line of their conversion
@@ -153,7 +153,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     )
     trainer.layers, trainer.report = layers, report
     if glue.max_memory is not None:
-        trainer.add_callback(FitCallback(share_or_size(glue.max_memory)))
+        trainer.add_callback(FitCallback(glue.max_memory))
     add_progress(trainer)
     probe = None
     if glue.probe_every is not None:
@@ -162,9 +162,7 @@ def _train(arguments: Arguments, interrupt: InterruptCallback, held: ExitStack) 
     began = time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    except ValueError as error:
-        if glue.max_memory is None or "cannot be met" not in str(error):
-            raise
+    except BudgetError as error:
         raise UserError(one_line(error)) from error
     seconds = time.perf_counter() - began
     state = trainer.state

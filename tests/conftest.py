@@ -75,9 +75,9 @@ def _own_norm_estimators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of tests take microseconds, whose ratios say little however often fit times them."""
-    monkeypatch.setattr(times, "_ROUNDS", 1)
-    monkeypatch.setattr(times, "_MORE_ROUNDS", 0)
-    monkeypatch.setattr(times, "_REPEATS", 1)
+    monkeypatch.setattr(times, "ROUNDS", 1)
+    monkeypatch.setattr(times, "MORE_ROUNDS", 0)
+    monkeypatch.setattr(times, "REPEATS", 1)
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ class Lowest(Origin):
 
 
 def drawn(about: Mapping[str, Any], *, tiny: bool = False) -> Iterator[Drawn]:
-    few: Any = {"_ROUNDS": 1, "_MORE_ROUNDS": 0}  # of timing, which what a step takes does not depend on
+    few: Any = {"ROUNDS": 1, "MORE_ROUNDS": 0}  # of timing, which what a step takes does not depend on
     for number in range(2 if tiny else COUNT):
         title, (model, batch) = draw(number)
         with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(library.times, **few):

@@ -28,15 +28,15 @@ def read_bytes(name: str, value: object) -> int:
 
 
 def read_share(name: str, value: object) -> float | None:
-    """Read a share in (0, 1]: a float, or a text such as "60%"; None for anything else.
+    """Read a share in (0, 1]: a float, or a text such as "60%" or "0.6"; None for anything else.
 
     Example:
-        >>> read_share("memory", "60%"), read_share("memory", 0.6), read_share("memory", "60MB")
-        (0.6, 0.6, None)
+        >>> [read_share("memory", value) for value in ("60%", "0.6", 0.6, "60MB")]
+        [0.6, 0.6, 0.6, None]
     """
     share = value
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+\.?\d*|\.\d+)%", value.replace(" ", ""))):
-        share = float(match[1]) / 100
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+\.?\d*|\.\d+)%|\d*\.\d+", value.replace(" ", ""))):
+        share = float(match[1]) / 100 if match[1] else float(match[0])
     if not isinstance(share, float):
         return None
     if not 0 < share <= 1:

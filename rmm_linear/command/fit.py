@@ -10,7 +10,7 @@ import torch
 from rmm_linear.command import PROGRAM
 from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
 from rmm_linear.fitting.fit import fit
-from rmm_linear.integrations.fit_settings import read_fit, share_or_size
+from rmm_linear.integrations.fit_settings import read_fit
 from rmm_linear.memory.inputs import call_with, restored
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
@@ -31,7 +31,7 @@ def _fit(arguments: argparse.Namespace) -> int:
         name: getattr(arguments, name) for name in ("time", "max_noise", "allow", "folder", "host_memory", "bandwidth")
     }
     if arguments.memory is not None:
-        given["memory"] = share_or_size(arguments.memory)
+        given["memory"] = arguments.memory
     elif arguments.time is None:
         raise ValueError("A budget is needed. Give --memory 8GB, or --time 1.2 for the least memory in that time.")
     settings = read_fit({name: value for name, value in given.items() if value is not None})

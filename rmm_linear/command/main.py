@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.command import PROGRAM
@@ -44,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(
             f"COMMAND must be one of {', '.join(_COMMANDS)}, got {words[0]!r}.{did_you_mean(words[0], _COMMANDS)}"
         )
-    arguments = parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        flags = re.findall(r"--[a-z][\w-]*", _help(words[0]))
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(unknown[0].split('=')[0], flags)}")
     if arguments.command == "version":
         from rmm_linear.command.version import version
 
@@ -73,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run_other(name: str, words: list[str]) -> int:
     named = {"prog": f"{PROGRAM} {name}"} if name == "variance" else {}  # the script of GLUE is a program of its own
     return importlib.import_module(_OTHERS[name][0]).main(words, **named)
+
+
+def _help(command: str) -> str:
+    with redirect_stdout(io.StringIO()) as text, suppress(SystemExit):
+        _parser().parse_args([command, "--help"])
+    return text.getvalue()
 
 
 def _help_all() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 from torch import nn
@@ -19,8 +20,12 @@ _WRAPPER = "CheckpointWrapper"
 
 
 def is_on(module: nn.Module) -> bool:
-    """Say whether one of transformers' flags is set on a module."""
-    return any(getattr(module, flag, False) is True for flag in FLAGS)
+    """Say whether one of transformers' flags is set on a module itself, not on one that it asks for attributes."""
+    return any(_flag(module, flag) for flag in FLAGS)
+
+
+def _flag(module: nn.Module, name: str) -> bool:
+    return getattr_static(module, name, False) is True
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -74,10 +79,10 @@ class Uncheckpointed:
         modules: list[Any] = list(self.model.modules())
         for module in modules:
             for flag in FLAGS:
-                if getattr(module, flag, False) is True:
+                if _flag(module, flag):
                     setattr(module, flag, False)
                     self._undo.append(partial(setattr, module, flag, True))
-            if is_wrapper(module):
+            if is_wrapper(module) and module.checkpoint_fn is not _run:
                 self._undo.append(partial(setattr, module, "checkpoint_fn", module.checkpoint_fn))
                 module.checkpoint_fn = _run
 

@@ -30,8 +30,8 @@ def _timed(candidates: Candidates, options: int) -> float:
     blocks, step = candidates.costs.blocks, step_seconds()
     total = sum(block.seconds for block in blocks) or 1.0
     shares = {alike(candidates.model, block.name): block.seconds / total for block in blocks}
-    rounds = times._ROUNDS + times._MORE_ROUNDS / 2
-    calls = (1 + max(1, min(times._REPEATS, int(times._LONG / max(share * step, 1e-6)))) for share in shares.values())
+    rounds = times.ROUNDS + times.MORE_ROUNDS / 2
+    calls = (1 + max(1, min(times.REPEATS, int(times.LONG / max(share * step, 1e-6)))) for share in shares.values())
     return sum(
         share * rounds * (1 + 1.2 * options) * count for share, count in zip(shares.values(), calls, strict=True)
     )
@@ -40,7 +40,7 @@ def _timed(candidates: Candidates, options: int) -> float:
 def _noise(candidates: Candidates, settings: int) -> float:
     """Return the steps that measure the variance of the minibatch, and of settings."""
     try:
-        passes = min(noise._PASSES, sequences_of(candidates.example))
+        passes = min(noise.PASSES, sequences_of(candidates.example))
     except ValueError:  # a function
         return 0.0
-    return 3 + _OVERHEAD * passes + noise._DRAWS * settings
+    return 3 + _OVERHEAD * passes + noise.DRAWS * settings

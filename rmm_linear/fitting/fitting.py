@@ -18,12 +18,13 @@ from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import Conversions
 from rmm_linear.fitting.shards import Shards, size_bytes
 from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.memory.inputs import LossOfBatch
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
-from rmm_linear.planning.budget import read_budget, shown_budget
+from rmm_linear.planning.budget import BudgetError, read_budget, shown_budget
 from rmm_linear.planning.step.step import as_in_training, copied, has_memory, run_step
 from rmm_linear.planning.step.watch import Held, watch
 
@@ -31,6 +32,10 @@ _TRIES = 4
 _CHECKPOINTED = (
     "Activation checkpointing is on: what it recomputes is not the plan's to choose. "
     'checkpointing="replace" turns it off. '
+)
+_GUESSED = (
+    "The Trainer's loss reads numbers of tensors, which simulated steps do not have: each was guessed to be 1. Where "
+    "such a number is the size of something, real steps take other amounts of memory."
 )
 _SLOW = 0.01  # of a step: copies that add more are said to bind
 _LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
@@ -88,6 +93,8 @@ class Fitting:
             host=None if self.host_memory is None else self.host_memory - self.static.host,
         )  # fmt: skip
         self.candidates = Candidates(self.proposals, conversions, allow, speed)
+        if isinstance(example, LossOfBatch) and example.guesses:
+            self.candidates.notes.append(_GUESSED)
 
     def cost(self, option: Option) -> float:
         """Return the sum that the solver minimizes: the objective, and a little of the other."""
@@ -106,7 +113,7 @@ class Fitting:
     def check_host(self) -> None:
         """Raise where the host cannot have what is put there before a step."""
         if self.host_memory is not None and self.static.host > self.host_memory:
-            raise ValueError(
+            raise BudgetError(
                 f"host_memory={self.host_memory} cannot be met: parameters, gradients and the optimizer's state are "
                 f"{show_bytes(self.static.host)} there. Use more ranks, a smaller dtype, or adapters (LoRA)."
             )
@@ -116,7 +123,7 @@ class Fitting:
         floor = self.static.in_optimizer_step
         if self.total is not None and floor >= self.total:
             parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.static.to_dict().items() if size)
-            raise ValueError(
+            raise BudgetError(
                 f"memory={self.asked} cannot be met: {show_bytes(floor)} are needed before anything is saved for a "
                 f"backward pass ({parts}). These would help: a smaller dtype, an optimizer with less state, adapters "
                 "(LoRA) instead of all weights, or shards over several devices."
@@ -137,13 +144,13 @@ class Fitting:
         fits = best.predicted <= self.proposals.budget
         report = self._checked(best) if fits else None
         if report is None:
-            raise ValueError(self._cannot_fit(best))
+            raise BudgetError(self._cannot_fit(best))
         return report
 
     def _smallest(self) -> BlockPlan:
         best = self.proposals.smallest()
         if best is None:
-            raise ValueError(
+            raise BudgetError(
                 f"host_memory={self.host_memory} cannot be met: no choice of {', '.join(self.allow)} puts so little "
                 "there. Use more, or allow more than that."
             )
@@ -204,7 +211,7 @@ class Fitting:
             else:
                 low = middle + 1
         if found is None:
-            raise ValueError(f"time={time:g} cannot be met by any plan. Use a larger bound, or leave time out.")
+            raise BudgetError(f"time={time:g} cannot be met by any plan. Use a larger bound, or leave time out.")
         quieter = choose(options, peak_of(options, found), self.cost, solver="rounded", host=host)
         if quieter is not None and _seconds(options, quieter) <= limit:
             found = quieter
@@ -212,7 +219,7 @@ class Fitting:
         report = self._checked(plan) if self.is_within(self.before + plan.predicted) else None
         if report is None:
             lowest = max(self.before + plan.predicted, *self.over, 0)
-            raise ValueError(
+            raise BudgetError(
                 f"memory={self.asked} cannot be met in time={time:g}: the least is {show_bytes(lowest)}. "
                 f"{_CHECKPOINTED if self.is_checkpointed else ''}"
                 "Use more time, more memory, or leave time out."

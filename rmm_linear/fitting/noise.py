@@ -16,11 +16,11 @@ from rmm_linear.memory.inputs import LossOfBatch, call_with, restored, sequences
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.measure import BlockCost
 from rmm_linear.planning.blocks.plan import CONVERT, KEEP, RECOMPUTE, BlockPlan, PlannedBlock, label_of
-from rmm_linear.planning.step.step import copied, loss_of
+from rmm_linear.planning.step.step import copied, has_loss, loss_of
 from rmm_linear.variance.passes import Passes, measuring
 
-_DRAWS = 2
-_PASSES = 32  # for D²_SGD, at most: of larger batches, several sequences in each
+DRAWS = 2
+PASSES = 32  # for D²_SGD, at most: of larger batches, several sequences in each
 _PREFIX = "model."
 _IS_SUM = "num_items_in_batch"  # so transformers calls what divides a loss that is a sum over sequences
 
@@ -52,7 +52,7 @@ class Noise:
 
 
 def measure_noise(
-    model: nn.Module, example: Any, blocks: Sequence[BlockCost], plans: Mapping[str, BlockPlan], draws: int = _DRAWS
+    model: nn.Module, example: Any, blocks: Sequence[BlockCost], plans: Mapping[str, BlockPlan], draws: int = DRAWS
 ) -> Noise:
     """Measure the noise of settings, each with all blocks that have it at once.
 
@@ -87,7 +87,7 @@ def _exact(passes: Passes, again: BlockPlan) -> tuple[list[float], list[Tensor]]
     """D²_SGD and the gradient of every parameter."""
 
     def run() -> tuple[list[float], list[Tensor]]:
-        return list(passes.sgd_variance(_PASSES).values()), [gradient.clone() for gradient in passes.gradients()]
+        return list(passes.sgd_variance(PASSES).values()), [gradient.clone() for gradient in passes.gradients()]
 
     try:
         with again.applied():
@@ -168,6 +168,4 @@ def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str,
     batch = wrapped.batch
     with torch.no_grad():
         output = wrapped.call(**batch)
-    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
-    has_loss = loss is not None or (isinstance(output, Tensor) and not output.dim())
-    return wrapped, batch if has_loss else {**batch, _IS_SUM: 1}
+    return wrapped, batch if has_loss(output) else {**batch, _IS_SUM: 1}

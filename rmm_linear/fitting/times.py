@@ -26,8 +26,8 @@ from rmm_linear.planning.blocks.plan import CONVERT, BlockPlan, PlannedBlock
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.step.step import as_in_training, copied
 
-_ROUNDS, _MORE_ROUNDS, _SPREAD = 3, 4, 0.1  # more where the ratios of an option lie further apart
-_REPEATS, _LONG = 10, 0.02  # in a round, a block that takes less than so many seconds runs up to so often
+ROUNDS, MORE_ROUNDS, _SPREAD = 3, 4, 0.1  # more where the ratios of an option lie further apart
+REPEATS, LONG = 10, 0.02  # in a round, a block that takes less than so many seconds runs up to so often
 _CYCLES = 2e9  # per second, more than accelerators have
 
 Make = Callable[[PlannedBlock], BlockPlan]
@@ -132,7 +132,7 @@ def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock],
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found: dict[str, list[Seconds]] = {"": [], **{option.option: [] for option in options}}
     _once(call, device)  # what is made once
-    repeats = max(1, min(_REPEATS, int(_LONG / max(_once(call, device), 1e-6))))
+    repeats = max(1, min(REPEATS, int(LONG / max(_once(call, device), 1e-6))))
 
     def timed() -> Seconds:
         single = _once(call, device)  # what a conversion makes in its first call
@@ -141,8 +141,8 @@ def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock],
         seconds = min(_once(call, device) for _ in range(repeats))
         return Seconds(seconds, seconds)
 
-    for done in range(_ROUNDS + _MORE_ROUNDS):
-        if done >= _ROUNDS and all(_agree(seconds, found[""]) for seconds in found.values()):
+    for done in range(ROUNDS + MORE_ROUNDS):
+        if done >= ROUNDS and all(_agree(seconds, found[""]) for seconds in found.values()):
             break
         found[""].append(timed())
         for option in options:

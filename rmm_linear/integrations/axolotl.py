@@ -29,8 +29,8 @@ _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddi
 class RMMArgs(BaseModel):
     """The ``rmm`` section: fields of :class:`rmm_linear.RMMConfig` and ``quality``, or ``fit`` alone.
 
-    ``fit`` is a budget such as ``8GB``, or has arguments of :func:`rmm_linear.fit`. Without the section the default
-    converts. Unknown keys are errors.
+    ``fit`` is a budget such as ``8GB``, or has arguments of :func:`rmm_linear.fit`; ``checkpointing: keep`` goes with
+    either, as for RMMCallback. Without the section the default converts. Unknown keys are errors.
     """
 
     rmm: dict[str, Any] | None = None
@@ -72,9 +72,12 @@ class RMMPlugin(BasePlugin):
 def read_section(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of RMMCallback for an ``rmm`` section."""
     given = {name: value for name, value in section.items() if value is not None}
+    named = {"checkpointing": given.pop("checkpointing")} if "checkpointing" in given else {}
     if "fit" not in given:
-        return {"convert": RMMConfig.preset(given.pop("quality", "default"), **given)}
+        convert = RMMConfig.preset(given.pop("quality", "default"), **given)
+        RMMCallback(convert=convert, **named)
+        return {"convert": convert, **named}
     if len(given) > 1:
         raise ValueError(f"rmm takes fit alone, or what to convert, got {', '.join(given)}. Leave out the others.")
-    RMMCallback(fit=given["fit"])
-    return given
+    RMMCallback(**given, **named)
+    return {**given, **named}

@@ -7,6 +7,7 @@ from typing import Any
 
 from rmm_linear._support.progress import check_progress
 from rmm_linear._support.validation import check_integer, did_you_mean
+from rmm_linear.context.checkpointing import REPLACE, check_checkpointing
 from rmm_linear.planning.budget import read_budget
 
 SETTINGS = (
@@ -20,6 +21,7 @@ SETTINGS = (
     "bandwidth",
     "length",
     "progress",
+    "checkpointing",
 )
 
 
@@ -49,6 +51,7 @@ def read_fit(fit: object) -> dict[str, Any]:
         read_budget(memory, 10**9)
     check_integer("length", settings.get("length"), optional=True)
     check_progress(settings.get("progress"))
+    check_checkpointing(settings.get("checkpointing", REPLACE))
     return settings
 
 
@@ -59,17 +62,3 @@ def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
         name: sorted(map(str, value)) if isinstance(value, Collection) and not isinstance(value, str) else value
         for name, value in compared.items()
     }
-
-
-def share_or_size(text: str) -> float | str:
-    """Read a budget from a command line: a number of at most 1 is a share, anything else stays as it is.
-
-    Example:
-        >>> share_or_size("0.5"), share_or_size("50%"), share_or_size("8GB"), share_or_size("8000000")
-        (0.5, '50%', '8GB', '8000000')
-    """
-    try:
-        share = float(text)
-    except ValueError:
-        return text
-    return share if share <= 1 else text

@@ -14,11 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -33,18 +28,16 @@ from rmm_linear.integrations.fit_processes import from_first, largest_of_all, sh
 from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.trainers import (
-    BY_PLAN,
     arguments_of_step,
     around_next_step,
     calling_trainer,
     loss_call,
     prepared_inputs,
-    turn_off_checkpointing,
 )
-from rmm_linear.memory.inputs import LossOfBatch, restored, rows_in
+from rmm_linear.memory.inputs import restored, rows_in
 from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.plan import BlockPlan
-from rmm_linear.planning.budget import LEAST
+from rmm_linear.planning.budget import LEAST, BudgetError
 from rmm_linear.planning.step.step import loss_of
 
 logger = logging.getLogger(__name__)
@@ -72,10 +65,10 @@ class FitCallback(TrainerCallback):
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
 
-    Activation checkpointing that the Trainer turned on is off until the training ends, unless it is to be kept.
+    Activation checkpointing that the Trainer turns on is off as long as the plan is applied, unless it is to be kept.
 
     fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
-    which the model is planned. checkpointing: "replace" or "keep".
+    which the model is planned. checkpointing: "replace" or "keep", where ``fit`` does not say.
 
     Attributes:
         fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
@@ -89,9 +82,8 @@ class FitCallback(TrainerCallback):
     ) -> None:
         """Store the settings, and check them."""
         check_checkpointing(checkpointing)
-        self.settings, self.checkpointing = read_fit(fit), checkpointing
+        self.settings = {**({} if checkpointing == REPLACE else {"checkpointing": checkpointing}), **read_fit(fit)}
         self.around = around
-        self._off: Uncheckpointed | None = None
         self.fit_report: FitReport | None = None
         self._trainer: Any = None
         self._plan: BlockPlan | None = None
@@ -107,16 +99,7 @@ class FitCallback(TrainerCallback):
     ) -> None:
         """Look for a plan that the model has already."""
         if model is not None:
-            if self.checkpointing == REPLACE:
-                self._off = turn_off_checkpointing(model, args, BY_PLAN)
             self.begin(calling_trainer(self), model)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Turn checkpointing on again, if it was."""
-        if self._off is not None:
-            self._off.detach()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -138,6 +121,10 @@ class FitCallback(TrainerCallback):
                 "rmm_linear.fit(model, batch, memory, shards=Shards(...)) before training instead."
             )
         self._trainer, plan = trainer, plan_of(model)
+        if plan is not None and plan.checkpointing == REPLACE:  # the Trainer has turned it on again
+            off = Uncheckpointed(model)
+            off.attach()
+            plan.undo_later(off)
         if plan is not None and plan is self._plan:
             return
         self._plan, self._largest, self.fit_report = None, 0, None
@@ -222,18 +209,20 @@ class FitCallback(TrainerCallback):
         failed: Exception | None = None
         if trainer.is_world_process_zero():
             try:
-                report = self._fitted(model, example)
+                accumulate = trainer.args.gradient_accumulation_steps > 1
+                options = {"optimizer": trainer.optimizer, "accumulate": accumulate, **self._settings()}
+                report = fit(model, example, **options)
                 found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
             except Exception as error:  # other processes wait for an answer, whatever it is
                 failed = error
-                fits_not = isinstance(error, ValueError)
-                found = {"why": "no plan fits it" if fits_not else _FAILED, "error": str(error)}
-                found["error"] = found["error"] if fits_not else f"{type(error).__name__}: {error}"
+                said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                found = {"why": "no plan fits it" if isinstance(error, BudgetError) else _FAILED, "error": said}
         found = from_first(found, trainer.args.device)
         if "error" in found:
             if old is None:
-                said = found["error"] if found["why"] != _FAILED else f"The model cannot be planned: {found['error']}"
-                raise ValueError(said) from failed
+                if found["why"] == _FAILED:
+                    raise ValueError(f"The model cannot be planned: {found['error']}") from failed
+                raise BudgetError(found["error"]) from failed
             old.apply()
             self._warn("A batch of %d elements came after a plan for %d, and %s, so the plan stays: %s",
                        size, before, found["why"], found["error"])  # fmt: skip
@@ -254,23 +243,6 @@ class FitCallback(TrainerCallback):
             if buckets := self._buckets():
                 print(f"In addition, {show_bytes(buckets)} are for the buckets of DistributedDataParallel.")
 
-    def _fitted(self, model: nn.Module, example: Any) -> FitReport:
-        """Plan for the Trainer's loss; for the model's own, with a note, where the Trainer's cannot be simulated."""
-        accumulate = self._trainer.args.gradient_accumulation_steps > 1
-        options = {"optimizer": self._trainer.optimizer, "accumulate": accumulate, **self._settings()}
-        options["checkpointing"] = self.checkpointing
-        try:
-            return fit(model, example, **options)
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            if not isinstance(example, LossOfBatch):
-                raise
-            report = fit(model, example.batch, **options)
-            report.notes.append(
-                f"The Trainer's loss cannot be simulated, as {error} depends on values, so the plan is for the model's "
-                "own loss of the same batch: the step may take another amount of memory."
-            )
-            return report
-
     def _warn(self, message: str, *values: object) -> None:
         if self._trainer.is_world_process_zero():
             logger.warning(message, *values)
@@ -283,7 +255,7 @@ class FitCallback(TrainerCallback):
             return settings
         left = read_bytes("memory", memory) - buckets
         if left < 1:
-            raise ValueError(
+            raise BudgetError(
                 f"memory={memory!r} cannot be met: {show_bytes(buckets)} are needed for the buckets of "
                 "DistributedDataParallel. Use more memory."
             )

@@ -19,7 +19,6 @@ from torch import Tensor
 from rmm_linear.context.checkpointing import Uncheckpointed
 from rmm_linear.memory.inputs import LossOfBatch
 
-BY_PLAN, BY_CONVERSION = "a plan chooses what is recomputed", "compressed activations save the memory"
 _PREPARE = "_prepare_inputs"
 _CONTAINERS = (dict, list, set, tuple, deque, defaultdict, OrderedDict, Counter)
 # Counters and lists of metrics are small. What is larger is data, which no loss changes.
@@ -74,7 +73,7 @@ def arguments_of_step(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     return dict(zip(("model", "inputs", "num_items_in_batch"), args, strict=False)) | kwargs
 
 
-def turn_off_checkpointing(model: torch.nn.Module, args: Any, instead: str) -> Uncheckpointed:
+def turn_off_checkpointing(model: torch.nn.Module, args: Any) -> Uncheckpointed:
     """Turn off what the Trainer turned on before training begins, and say so."""
     off = Uncheckpointed(model)
     off.attach()
@@ -82,7 +81,7 @@ def turn_off_checkpointing(model: torch.nn.Module, args: Any, instead: str) -> U
         # Printed, not logged, as by the Trainer's own callbacks.
         print(
             "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
-            f'{instead} in its place. checkpointing="keep" leaves it on.'
+            'compressed activations save the memory in its place. checkpointing="keep" leaves it on.'
         )
     return off
 

@@ -32,8 +32,6 @@ from rmm_linear.integrations.explaining import is_converted, late_linears, saved
 from rmm_linear.integrations.fit_training import FitCallback
 from rmm_linear.integrations.probing import ProbeCallback
 from rmm_linear.integrations.trainers import (
-    BY_CONVERSION,
-    BY_PLAN,
     arguments_of_step,
     around_next_step,
     calling_trainer,
@@ -96,9 +94,10 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         config: As for GradientProbe.
         whole_every: Measure the whole gradient on every n-th probed step; None never does.
         draws: As for GradientProbe.
-        checkpointing: "replace" turns activation checkpointing, which TRL's trainers turn on by default, off for the
-            time of the training where ``convert`` or ``fit`` is given; with ``RMMConfig(checkpointed="packed")`` it
-            stays. "keep" leaves it on: what it recomputes stays exact, and is not the plan's to choose.
+        checkpointing: "replace" turns activation checkpointing, which TRL's trainers turn on by default, off: with
+            ``convert`` until the training ends, or the next one begins if it raises, and with ``fit`` as long as the
+            plan is applied; with ``RMMConfig(checkpointed="packed")`` it stays. "keep" leaves it on: what it recomputes
+            stays exact, and is not the plan's to choose. ``fit`` may have it as a key instead.
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
@@ -182,9 +181,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     ) -> None:
         """Convert if asked, print the report, attach the probe and restore the state of a resumed run."""
         self.trainer = calling_trainer(self) if self._given is None else self._given
-        is_owner = self.convert is not None or self._fitting is not None
-        if model is not None and is_owner and self.checkpointing == REPLACE:
-            self._off = turn_off_checkpointing(model, args, BY_CONVERSION if self._fitting is None else BY_PLAN)
+        self._turn_on()  # as an earlier training may have raised
+        if model is not None and self.convert is not None and self.checkpointing == REPLACE:
+            self._off = turn_off_checkpointing(model, args)
         if self.convert is not None and model is not None:
             self._convert(model)
         elif model is not None and self._fitting is None and self.config is None and not is_converted(model):
@@ -277,6 +276,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     ) -> None:
         """Detach the probe, and turn checkpointing on again, if it was."""
         super().on_train_end(args, state, control, **kwargs)
+        self._turn_on()
+
+    def _turn_on(self) -> None:
         if self._off is not None:
             self._off.detach()
 

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -138,10 +138,15 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
 
 @dataclass(frozen=True)
 class LossOfBatch:
-    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does."""
+    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does.
+
+    Attributes:
+        guesses: Operators that read numbers in simulated steps, which have none, so that they were guessed.
+    """
 
     batch: Mapping[str, Any]
     of: Callable[[Mapping[str, Any]], Any]
+    guesses: set[str] = field(default_factory=set, compare=False)
 
     def __call__(self) -> Any:
         """Compute the loss of the batch itself."""

@@ -9,6 +9,10 @@ from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
 LEAST = "least"  # as a budget: as little as a plan can need
 
 
+class BudgetError(ValueError):
+    """No plan meets a budget."""
+
+
 def check_model(model: object) -> None:
     """Raise unless a value is a model."""
     if not isinstance(model, nn.Module):

@@ -141,8 +141,8 @@ EXPLAIN = ["{}/roberta", "--batch"]
         ("explain", ["{}/roberta", "--rmm_config", "{}/none.json"], "none.json"),
         ("fit", ["/nowhere", "--memory", "1GB"], "MODEL must be a folder written by save_pretrained"),
         ("fit", FIT[:-1], "Give --memory 8GB, or --time 1.2"),
-        ("fit", [*FIT, "10KB"], "memory=10000 cannot be met"),
-        ("fit", [*FIT, "-1"], "memory as a share must be in (0, 1], got -1.0"),
+        ("fit", [*FIT, "10KB"], "memory='10KB' cannot be met"),
+        ("fit", [*FIT, "1.5"], "memory as a share must be in (0, 1], or (0 %, 100 %], got '1.5'"),
         ("fit", [*FIT, "1GB", "--allow", "recomput"], "Did you mean 'recompute'"),
         ("fit", [*FIT, "1GB", "--max-noise", "0"], "max_noise must be positive"),
         ("fit", [*FIT, "1GB", "--length", "900"], "Give a smaller --length."),
@@ -185,6 +185,17 @@ def test_a_command_that_is_nearly_known(word, capsys):
         f"COMMAND must be one of doctor, explain, fit, longest, variance, glue, version, got '{word}'. Did you"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [(["fit", "roberta-base", "--memroy", "8GB"], "memory"), (["doctor", "x", "--lenght=9"], "length")],
+)
+def test_a_flag_that_is_nearly_known(words, flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    err = capsys.readouterr().err
+    assert f"error: unrecognized arguments: {' '.join(words[2:])}. Did you mean '--{flag}'?" in err
 
 
 def test_help_all_is_the_help_of_all_commands(capsys):

@@ -5,12 +5,13 @@ import pytest
 import torch
 from cases import checkpoints
 from helpers import enable_checkpointing, tiny_model, token_ids
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
-from rmm_linear.context.checkpointing import uncheckpointed
+from rmm_linear.context.checkpointing import is_checkpointed, uncheckpointed
 from rmm_linear.conversion.checkpointed import checkpointed_blocks
 from rmm_linear.memory import explain, track_saved
 
@@ -88,6 +89,25 @@ def test_blocks_are_found_by_flags_and_wrappers():
     assert len(saved.by_module) == 3
     del output
     assert list(checkpointed_blocks(wrapped)) == ["0"]
+
+
+def test_flags_stay_off_modules_that_ask_others_for_attributes():
+    """Those of PEFT do."""
+    model = get_peft_model(tiny_model("llama").model, LoraConfig(target_modules=["q_proj"]))
+    model.base_model.model.gradient_checkpointing_enable()
+    with uncheckpointed(model):
+        assert not is_checkpointed(model)
+    assert is_checkpointed(model)
+    model.base_model.model.gradient_checkpointing_disable()
+    assert not is_checkpointed(model)
+
+
+def test_a_wrapper_that_is_off_already_keeps_its_function():
+    wrapped = checkpoint_wrapper(nn.Linear(4, 4))
+    function = wrapped.checkpoint_fn
+    with uncheckpointed(wrapped), uncheckpointed(wrapped) as again:
+        assert not again.is_attached
+    assert wrapped.checkpoint_fn is function
 
 
 @checkpoints

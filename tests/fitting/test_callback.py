@@ -6,10 +6,12 @@ import pytest
 import torch
 from distributed_helpers import start_ranks
 from fit_helpers import RECOMPUTED, cut, elements, entries, fitting
+from torch._subclasses.fake_tensor import FakeTensor
 from trainer_helpers import make_trainer, weights
 
 import rmm_linear
 from rmm_linear import RMMConfig
+from rmm_linear.context.checkpointing import is_checkpointed
 from rmm_linear.integrations.fit_training import FitCallback
 from rmm_linear.integrations.transformers import RMMCallback
 
@@ -136,6 +138,38 @@ def test_a_second_training_keeps_the_plan(tmp_path, capsys):
     trainer.train()
     assert callback.fit_report is report
     assert capsys.readouterr().out.count("rmm_linear fit:") == 1
+
+
+def test_checkpointing_is_off_as_long_as_the_plan_is_applied(tmp_path):
+    """Whatever the Trainer turns on, whether a training ends or raises; "keep" leaves it on."""
+    for setting, is_off in ({"checkpointing": "keep"}, False), ({}, True):
+        trainer, _, _ = fitting(tmp_path, {"memory": 1.0, **setting}, max_steps=1, gradient_checkpointing=True)
+        trainer.train()
+        assert is_checkpointed(trainer.model) is not is_off
+    step, trainer.training_step = trainer.training_step, lambda *given: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not is_checkpointed(trainer.model)
+    trainer.training_step = step
+    trainer.train()
+    assert not is_checkpointed(trainer.model)
+    rmm_linear.revert(trainer.model)
+    assert is_checkpointed(trainer.model)
+
+
+def test_an_error_that_is_not_of_a_budget_is_not_taken_for_one(tmp_path):
+    trainer, _, _ = fitting(tmp_path, 1.0, max_steps=1)
+    loss = trainer.compute_loss
+
+    def guarded(*args, **kwargs):
+        value = 2 * loss(*args, **kwargs)
+        if isinstance(value, FakeTensor):
+            raise ValueError("a guard")
+        return value
+
+    trainer.compute_loss = guarded
+    with pytest.raises(ValueError, match=r"^The model cannot be planned: a guard"):
+        trainer.train()
 
 
 def test_a_plan_of_the_user_stays(tmp_path, caplog):

@@ -31,9 +31,9 @@ def timed(monkeypatch: pytest.MonkeyPatch, converted: list[float]) -> tuple[dict
     def run() -> None:
         now[0] += seconds[0] if applied[0] else 1.0
 
-    monkeypatch.setattr(times, "_ROUNDS", 3)
-    monkeypatch.setattr(times, "_MORE_ROUNDS", 4)
-    monkeypatch.setattr(times, "_REPEATS", 10)
+    monkeypatch.setattr(times, "ROUNDS", 3)
+    monkeypatch.setattr(times, "MORE_ROUNDS", 4)
+    monkeypatch.setattr(times, "REPEATS", 10)
     monkeypatch.setattr(times.time, "perf_counter", lambda: now[0])
     found = times._rounds(nn.Linear(1, 1), SimpleNamespace(run=run), [OPTION], lambda _: SimpleNamespace(applied=apply))
     return found, len(converted) - len(list(rounds))

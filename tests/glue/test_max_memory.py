@@ -70,7 +70,7 @@ def test_where_the_exact_model_fits_the_run_is_the_exact_one(model, cola, tmp_pa
         ({"probe_every": 2}, "got --probe_every too"),
         ({"compare": ["exact", "rows:0.1"]}, "got --compare too"),
         ({"max_memory": "8 gigs"}, "max_memory: memory must be a size, got '8 gigs'"),
-        ({"max_memory": "-1"}, "max_memory: memory as a share must be in"),
+        ({"max_memory": "1.5"}, "max_memory: memory as a share must be in"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_before_anything_is_written(model, cola, tmp_path, capsys, more, text):
@@ -81,7 +81,7 @@ def test_what_does_not_go_with_it_is_refused_before_anything_is_written(model, c
 def test_what_cannot_be_met_is_one_line(model, cola, tmp_path, capsys):
     argv = flags(model, cola, tmp_path / "run", **{**FIT, "max_memory": "1KB"})
     assert main(argv) == 2
-    assert "memory=1000 cannot be met" in capsys.readouterr().err
+    assert "memory='1KB' cannot be met" in capsys.readouterr().err
 
 
 def test_the_help_has_it():

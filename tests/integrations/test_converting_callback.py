@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers import tiny_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trainer_helpers import Sentences, make_trainer, probed, weights
 
 from rmm_linear import RMMConfig, convert
@@ -196,6 +197,21 @@ def test_checkpointing_is_off_while_training_and_leaves_no_trace(name, tmp_path,
     assert capsys.readouterr().out.count("is off in this training") == 2
     assert configs[0] == configs[1]
     assert all(torch.equal(one, other) for found in seen[1:] for one, other in zip(seen[0], found, strict=True))
+
+
+def test_checkpointing_is_on_again_after_a_training_that_raised(tmp_path):
+    """Its end is never told, and the next one begins; of torch's wrapper, too, which the Trainer does not know."""
+    trainer, _, _ = make_trainer(tmp_path, config=None, max_steps=1)
+    layers = trainer.model.roberta.encoder.layer
+    layers[0] = checkpoint_wrapper(layers[0])
+    function, step = layers[0].checkpoint_fn, trainer.training_step
+    trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=4)))
+    trainer.training_step = lambda *given: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.training_step = step
+    trainer.train()
+    assert layers[0].checkpoint_fn is function
 
 
 def test_the_noise_is_measured_once_and_said(tmp_path, capsys, caplog):

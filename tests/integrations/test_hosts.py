@@ -206,6 +206,7 @@ def test_a_section_of_the_yaml_trains_a_converted_model(axolotl, checkpointing):
         ({"fit": "8GB", "bits": 4}, "rmm takes fit alone"),
         ({"fit": {"memry": "8GB"}}, "Did you mean 'memory'"),
         ({"bits": 5}, "bits must be 8, 4"),
+        ({"bits": 4, "checkpointing": "kept"}, "Did you mean 'keep'"),
         ([1], "should be a valid dictionary"),
     ],
 )
@@ -223,6 +224,8 @@ def test_the_section_may_be_left_out_or_be_a_budget(axolotl, caplog):
     add = functools.partial(RMMPlugin().add_callbacks_post_trainer, trainer=None)
     assert add(read())[0].convert == RMMConfig()
     assert add(read(rmm={"fit": {"memory": "8GB", "length": 64}}))[0]._fitting.settings["length"] == 64
+    for section in ({"fit": "8GB"}, {"bits": 4}):
+        assert add(read(rmm={**section, "checkpointing": "keep"}))[0].checkpointing == "keep"
     assert add(read(rmm={"bits": None, "quality": "careful"}))[0].convert.norm_bits == 4
     with caplog.at_level(logging.WARNING):
         read(lora_o_kernel=True)

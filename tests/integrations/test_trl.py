@@ -8,7 +8,7 @@ import torch
 from helpers import tiny_model
 from trl_helpers import trl_trainer
 
-from rmm_linear import RMMConfig, convert
+from rmm_linear import RMMConfig, convert, revert
 from rmm_linear.context.checkpointing import is_checkpointed
 from rmm_linear.integrations.fit_training import example_of
 from rmm_linear.integrations.transformers import RMMCallback
@@ -51,8 +51,12 @@ def test_a_plan_that_changes_nothing_leaves_no_trace_in_the_logs(kind, tmp_path,
     trainer = train(kind, tmp_path / "fit", callback)
     assert callback.fit_report.is_exact
     assert logs(trainer) == plain
-    assert f"{OFF}a plan chooses what is recomputed in its place" in capsys.readouterr().out
-    assert is_checkpointed(trainer.model)  # again, as training has ended
+    assert "Note: Activation checkpointing was on, and is off as long as the plan is" in capsys.readouterr().out
+    # GRPO's loss reads numbers for its metrics; SFT's is the model's own.
+    assert any("each was guessed to be 1" in note for note in callback.fit_report.notes) or kind.startswith("sft")
+    assert not is_checkpointed(trainer.model)
+    revert(trainer.model)
+    assert is_checkpointed(trainer.model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +92,6 @@ def test_batches_of_any_size_are_planned_for_in_bfloat16(seed, tmp_path):
     report = callback.fit_report
     assert report.fits
     assert not report.is_exact
-    assert not [note for note in report.notes if "cannot be simulated" in note]
     assert report.measured_peak == pytest.approx(report.simulated_peak, rel=0.02)
     assert len(logs(trainer)) == 4
 
@@ -118,7 +121,7 @@ def test_adapters_that_come_after_convert_are_named(tmp_path, caplog):
 
 @pytest.mark.stack
 def test_checkpointing_is_kept_where_it_is_asked_for_and_named_where_nothing_fits(tmp_path, caplog):
-    callback = RMMCallback(fit={"memory": "100KB", "allow": ["keep", "recompute"]}, checkpointing="keep")
+    callback = RMMCallback(fit={"memory": "100KB", "allow": ["keep", "recompute"], "checkpointing": "keep"})
     with pytest.raises(
         ValueError, match=r"memory='100KB' cannot be met.* Activation checkpointing is on: .*\"replace\""
     ):

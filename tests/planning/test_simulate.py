@@ -20,9 +20,9 @@ from transformers import (
 
 from rmm_linear import convert, fit
 from rmm_linear.layers.linear import SketchedLayer
-from rmm_linear.memory.inputs import call_with
+from rmm_linear.memory.inputs import LossOfBatch, call_with
 from rmm_linear.memory.peak import LiveTensors, Peak
-from rmm_linear.planning import BlockPlan, PlannedBlock, measure, simulate
+from rmm_linear.planning import BlockPlan, PlannedBlock, measure, plan_blocks, simulate
 from rmm_linear.planning.graphs.record import graph_costs
 from rmm_linear.planning.step.flops import count_flops
 from rmm_linear.planning.step.step import loss_of, prepared, run_step
@@ -367,21 +367,34 @@ def test_planners_count_no_tensors_on_the_meta_device():
     assert sum(on_meta.size.values()) > x.nbytes
 
 
-def test_a_function_may_read_numbers_and_select_by_masks():
-    """As losses of trainers do: numbers are guessed, masks select everything, which is the most that it can take."""
+def test_the_loss_of_a_trainer_may_read_numbers_and_select_by_masks():
+    """Numbers are guessed, which is noted; masks select everything, which is the most that it can take."""
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(32, 8)
 
-    def loss(mask):
-        y = model(x)
+    def loss(batch):
+        y, mask = model(x), batch["mask"]
         if mask.sum().item() > 1e9:
             raise AssertionError
         return y[mask].square().sum() / mask.sum().item() + torch.masked_select(y, mask[:, None]).sum()
 
     everything = torch.ones(32, dtype=torch.bool)
-    expected = real_peak(model, lambda: loss(everything))
+    expected = real_peak(model, LossOfBatch({"mask": everything}, loss))
     for mask in (everything, torch.arange(32) % 2 == 0):
         # The real selection makes a list of places too, for a moment.
-        assert expected <= simulate(model, lambda mask=mask: loss(mask)).bytes <= expected + 8 * 2 * 32 * 4
+        given = LossOfBatch({"mask": mask}, loss)
+        assert expected <= simulate(model, given).bytes <= expected + 8 * 2 * 32 * 4
+        assert given.guesses == {"aten._local_scalar_dense.default"}
+
+
+@pytest.mark.parametrize("part", [lambda x, mask: x[:, : int(mask.sum(1).max())], lambda x, mask: x[:, mask.any(0)]])
+def test_a_function_that_reads_values_is_refused_as_their_guess_may_be_far_too_small(part):
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), torch.randn(4, 32, 8)
+    mask = torch.ones(4, 32, dtype=torch.bool)
+    for plan in (simulate, lambda *given: plan_blocks(*given, "least"), lambda *given: fit(*given, 0.5)):
+        with pytest.raises(ValueError, match=r"this one reads values of a tensor .* Compute what it reads outside"):
+            plan(model, lambda: model(part(x, mask)).square().sum())
+    assert "The model returned no loss" in str(plan_blocks(model, x, "least"))
+    assert "The model returned no loss" not in str(plan_blocks(model, lambda: model(x).sum(), "least"))
 
 
 def test_a_pass_for_reference_without_gradients_is_no_part_of_the_step():

@@ -69,12 +69,14 @@ class Costs(Report):
         peak: Of the whole step.
         nodes: The nodes of its graph, if they were asked for.
         workspace: Bytes that operators take beyond their results, if that was asked for.
+        has_loss: Whether the model returns a loss; otherwise the sum of its outputs was differentiated.
     """
 
     blocks: tuple[BlockCost, ...]
     peak: Peak
     nodes: tuple[NodeCost, ...] = ()
     workspace: Workspace | None = None
+    has_loss: bool = True
 
     def summary(self) -> str:
         """Return the peak of the step in one line, or two of 100 columns."""
@@ -164,7 +166,7 @@ def measure(
     check_model(model)
     names = find_blocks(model)
     stage("looking at the blocks")
-    seen = observe(model, example, names)
+    seen, has_loss = observe(model, example, names)
     # What a module saves cannot be told apart from what others save between its calls.
     blocks = [name for name, block in seen.items() if not block.returns]
     if not blocks:
@@ -200,6 +202,7 @@ def measure(
         peak,
         measure_nodes(model, example) if nodes else (),
         measure_workspace(model, example) if workspace else None,
+        has_loss,
     )
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from rmm_linear.memory.inputs import call_with
 from rmm_linear.memory.peak import has_bytes, storages
 from rmm_linear.planning.step.flops import attention_flops, flop_counter
-from rmm_linear.planning.step.step import prepared
+from rmm_linear.planning.step.step import has_loss, prepared
 
 
 @dataclass
@@ -36,14 +36,16 @@ class Observed:
     returns: bool = False
 
 
-def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, Observed]:
+def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> tuple[dict[str, Observed], bool]:
     """Run a forward pass and note what every block saves and does, in the order in which blocks ran.
+
+    Also say whether the model returns a loss.
 
     Of a block that runs with gradients, the passes without do not matter, such as those of a reference model that is
     the model without its adapters.
     """
     found: dict[str, Observed] = {}
-    running, order = list[str](), list[str]()
+    running, order, losses = list[str](), list[str](), list[bool]()
     given: list[tuple[str, Tensor, int]] = []
     seen: dict[int, Any] = {}  # storages, which keeps them: a key is of one that is alive
     counter = flop_counter()
@@ -88,13 +90,13 @@ def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> dict[str, 
             output = call_with(model, batch)
         for name, tensor, version in given:
             found[name].writes_input |= tensor._version != version
-        del output
+        losses.append(has_loss(output))
 
     with prepared(model, example, run) as step, _hooked(model, blocks, enter, leave):
         step()
     for block in found.values():
         block.storages.sort(reverse=True)
-    return found
+    return found, all(losses)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rmm_linear._support.fields import check_least, read_fields
 from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import grouped, keyed, named_table
+from rmm_linear._support.tables import grouped, keyed, named_table, wrapped
 from rmm_linear.context.checkpointing import KEEP as KEEP_CHECKPOINTS
 from rmm_linear.context.checkpointing import check_checkpointing
 from rmm_linear.memory.peak import Peak
@@ -136,6 +136,7 @@ class BlockPlan(Plan):
         checkpointing: "replace" turns activation checkpointing of the model off as long as the plan is applied, "keep"
             leaves it.
         peak: Memory over the step that was simulated when the plan was made.
+        note: What to know of how it was made.
     """
 
     FORMAT: ClassVar[str] = "rmm_linear block plan 2"
@@ -150,12 +151,13 @@ class BlockPlan(Plan):
     folder: str | None = None
     checkpointing: str = KEEP_CHECKPOINTS
     peak: Peak | None = field(default=None, compare=False)
+    note: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __str__(self) -> str:
-        return f"{self.summary()}\n{self.block_table()}"
+        return self._text(is_whole=False)
 
     def table(self) -> str:
         """Return a row for every block.
@@ -163,7 +165,11 @@ class BlockPlan(Plan):
         Returns:
             Text.
         """
-        return f"{self.summary()}\n{self.block_table(is_whole=True)}"
+        return self._text(is_whole=True)
+
+    def _text(self, *, is_whole: bool) -> str:
+        said = [wrapped(f"Note: {self.note}")] if self.note else []
+        return "\n".join([self.summary(), self.block_table(is_whole=is_whole), *said])
 
     def block_table(self, *, is_whole: bool = False, has_noise: bool = False) -> str:
         """Return the table of the blocks alone.

@@ -15,11 +15,15 @@ from rmm_linear.planning.blocks.measure import BlockCost, Costs, expect_steps, m
 from rmm_linear.planning.blocks.plan import KEEP, NESTED, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.timing import cheap_shares, time_modules
-from rmm_linear.planning.budget import LEAST, read_budget
+from rmm_linear.planning.budget import LEAST, BudgetError, read_budget
 from rmm_linear.planning.step.flops import by_plain, count_flops
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace
 
+_NO_LOSS = (
+    "The model returned no loss, so the sum of its outputs was taken for one. Give a batch with labels, or a function "
+    "that returns the loss, to count what your loss needs."
+)
 _BESIDES = 6  # steps that are simulated besides those of options
 
 
@@ -80,10 +84,11 @@ def _planned(
     costs = measure(model, example)
     if workspace:
         costs = replace(costs, peak=watch(model, example, workspace)[0])
+    note = "" if costs.has_loss else _NO_LOSS
     budget = read_budget(memory, costs.peak.bytes)
     plans = Proposals(model, example, costs, budget, workspace)
     if costs.peak.bytes <= budget:
-        return replace(plans.plan([0] * len(costs.blocks), costs.peak), flops=1.0).made_for(model)
+        return replace(plans.plan([0] * len(costs.blocks), costs.peak), flops=1.0, note=note).made_for(model)
     choices = [RECOMPUTE, *([SELECTIVE] if selective else []), *([NESTED] if nested else [])]
     expect_steps(_BESIDES + len(choices), 1 + len(choices) / 3)
     ways = Recomputations(model, example, costs, choices)
@@ -94,13 +99,13 @@ def _planned(
     best = plans.search() or plans.smallest()
     assert best is not None  # noqa: S101 nothing waits elsewhere
     if memory != LEAST and best.predicted > budget:
-        raise ValueError(
+        raise BudgetError(
             f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "
             f"which the {best.moment} needs. Use more memory, or a smaller batch."
         )
     flops = by_plain(count_planned_flops(best, example), count_flops(model, example))
     memory = best.predicted if memory == LEAST else budget
-    return replace(best, memory=memory, flops=flops).made_for(model)
+    return replace(best, memory=memory, flops=flops, note=note).made_for(model)
 
 
 def count_planned_flops(plan: BlockPlan, example: Any) -> int:

@@ -10,7 +10,7 @@ from torch import fx, nn
 from rmm_linear._support.progress import end_stage, expect, reporting, stage, took
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.planning.budget import LEAST, check_model, read_budget
+from rmm_linear.planning.budget import LEAST, BudgetError, check_model, read_budget
 from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
 from rmm_linear.planning.graphs.plan import METHODS, GraphPlan, fingerprint, planned_pieces
@@ -97,7 +97,7 @@ def plan_captured(
     best = search.smallest() if memory == LEAST or plain <= budget else search.best(budget)
     if best is None:
         smallest, least = search.smallest()
-        raise ValueError(
+        raise BudgetError(
             f"memory={memory!r} cannot be met with method={method!r}: the least found is {least} bytes "
             f"({show_bytes(least)}), in {len(set(smallest.parts[0]))} pieces. Use more memory, or a smaller batch."
         )

@@ -21,16 +21,17 @@ _ALIGNED = 16  # bytes, of which rows are multiples on CUDA
 class _Mode(FakeTensorMode):
     """Multiplies groups in every dtype, as the real operator does; PyTorch's rule for fakes has bfloat16 alone.
 
-    With ``guesses``, every number that is read is one, and every mask selects everything, which takes the most memory:
-    losses of trainers read numbers for their metrics, and leave padding out.
+    With ``guesses``, every number that is read is one, which is noted there, and every mask selects everything, which
+    takes the most memory: losses of trainers read numbers for their metrics, and leave padding out.
     """
 
-    guesses = False
+    guesses: set[str] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GROUPED and not consists_of_others(set(types) - {FakeTensor}):
             return _grouped(self, *args, **(kwargs or {}))
-        if self.guesses and func in (_READ, _NONZERO, _SELECT):
+        if self.guesses is not None and func in (_READ, _NONZERO, _SELECT):
+            self.guesses |= {str(func)} if func is _READ else set()
             return _guessed(func, *args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -71,8 +72,8 @@ class Fakes:
     it replaces no operator. Subclasses that consist of other tensors stay, with fake ones inside.
     """
 
-    def __init__(self, *, guesses: bool = False) -> None:
-        """Begin without any. With ``guesses``, values that are read are guessed, see :class:`_Mode`."""
+    def __init__(self, guesses: set[str] | None = None) -> None:
+        """Begin without any. With ``guesses``, values that are read are guessed and noted, see :class:`_Mode`."""
         self.mode = _Mode(allow_non_fake_inputs=True)
         self.mode.guesses = guesses
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of a tensor, which is kept with its own

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rmm_linear.layers.linear import SketchedLayer
-from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.memory.inputs import LossOfBatch, call_with, restored
 from rmm_linear.memory.quantized import replaced_states
 from rmm_linear.planning.step.fakes import Fakes
 
@@ -28,9 +29,19 @@ def run_step(model: nn.Module, example: Any) -> None:
     total.backward()
 
 
+def _named_loss(output: Any) -> Any:
+    return output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+
+
+def has_loss(output: Any) -> bool:
+    """Say whether a model returned its loss: by that name, or as the one number of its output."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return isinstance(_named_loss(output), Tensor) or (len(tensors) == 1 and not tensors[0].dim())
+
+
 def loss_of(output: Any) -> Tensor:
     """Return what a step differentiates: the loss, or the sum of all outputs of a model that returns none."""
-    loss = output.get("loss") if hasattr(output, "get") else getattr(output, "loss", None)
+    loss = _named_loss(output)
     if isinstance(loss, Tensor):
         return loss if loss.dim() == 0 else loss.sum()
     found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -119,7 +130,7 @@ def prepared(
             batch = copied(example)
             yield lambda: run(model, batch)
             return
-        fakes_of = Fakes(guesses=callable(example))
+        fakes_of = Fakes(example.guesses if isinstance(example, LossOfBatch) else None)
 
         step = _Step(model, run)
         fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names
@@ -131,8 +142,19 @@ def prepared(
         follow({id(fake): fake for fake in fakes.values()}.values())
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
         _refuse_estimators(model)
+
+        def simulated() -> None:
+            try:
+                functional_call(step, fakes, (batch,), tie_weights=False)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise ValueError(
+                    f"A simulated step has shapes and no values, and this one reads values of a tensor ({error.func}): "
+                    "item(), bool(), int() or a selection by a mask. Compute what it reads outside of the step, and "
+                    "give it as a number, or as tensors of that shape."
+                ) from error
+
         with masks_by_values(example), replaced_states(model, fakes_of), fakes_of.mode:
-            yield lambda: functional_call(step, fakes, (batch,), tie_weights=False)
+            yield simulated
 
 
 def _refuse_estimators(model: nn.Module) -> None:
