@@ -21,7 +21,7 @@ KINDS = {
     "grpo": {},
 }
 REST = ("sft packed", "dpo", "reward")
-OFF = "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
+OFF = "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as\n  "
 TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "step_time"}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
