@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_a_composite_models_parts_keep_their_attention():
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**vision, "vocab_size": 64, "model_type": "llama"}
     vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 16, "model_type": "clip_vision_model"}
-    config = LlavaConfig(vision, text, image_token_index=63, image_seq_length=4)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=63, image_seq_length=4)
     with torch.random.fork_rng():
         model = LlavaForConditionalGeneration(config).train()
     chosen = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}
@@ -227,7 +228,8 @@ def test_what_a_trainers_user_types_of_noise_is_the_trainers(tmp_path, monkeypat
     trainer, _, _ = make_trainer(tmp_path, config=None, max_steps=1)
     unknown = rmm_linear.doctor(trainer, noise=False)
     assert "rmm_linear.doctor(trainer, noise=True)" in [one.code for one in unknown.findings]
-    monkeypatch.setattr("rmm_linear.variance.whole_model.GradientNoise.whole", lambda self: 1.5)
+    measured = SimpleNamespace(whole=lambda: 1.5)
+    monkeypatch.setattr("rmm_linear.integrations.doctor.gradient_noise", lambda *given, **options: measured)
     noisy = rmm_linear.doctor(trainer, noise=True)
     (noise,) = [one.code for one in noisy.findings if one.topic == "noise"]
     assert noise == noisy.code.splitlines()[-1]
