@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 INSTALL_EXTRA = "pip install 'rmm_linear[glue]', or pip install -e '.[glue]' in a clone"
 INSTALL_PLANNING = "pip install 'rmm_linear[planning]', or pip install -e '.[planning]' in a clone"
-# The oldest version that is supported, or the one that was run; the others' names may differ.
+# The oldest version that is supported, or the one that was run, as these have no stable names.
 _NEEDED = {"transformers": "5.0 or newer", "peft": "0.20 or newer"}
 _RUN = {"axolotl": "0.19.0", "torchao": "0.18.0", "torchtitan": "0.3.0"}
 
@@ -16,8 +16,11 @@ def not_usable(module: str, host: str, error: ImportError) -> ImportError:
     if find_spec(host) is None:
         return ImportError(f"{module} needs {host}, which is not installed. Run {command}.")
     try:
-        got = f"{host} {version(host)}"
+        got = version(host)
     except PackageNotFoundError:
-        got = f"a {host} without a version"
+        got = "one of unknown version"
     needs = f"{host} {_NEEDED[host]}" if host in _NEEDED else f"{host} as in version {_RUN[host]}, which was run"
-    return ImportError(f"{module} needs {needs}, got {got}, which does not import: {error}. Install another version.")
+    return ImportError(
+        f"{module} needs {needs}, got {got}, whose import fails: {str(error).rstrip('.')}. "
+        "Install such a version, or what the error names."
+    )
