@@ -2,6 +2,8 @@
 
 import random
 import re
+import shutil
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -49,6 +51,10 @@ def minilm() -> str:
 
 def language_model(**sizes: int) -> str:
     """Save a small LLaMA, and a tokenizer trained on the manual; return the folder, as ``from_pretrained`` takes it."""
+    # A folder for each choice of sizes, which is written once: examples may run at the same time.
+    folder = OUTPUT / "-".join(["llama", *(f"{name}={size}" for name, size in sizes.items())])
+    if folder.exists():
+        return str(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=["<s>", "</s>"], show_progress=False)
@@ -58,6 +64,12 @@ def language_model(**sizes: int) -> str:
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4} | sizes
     set_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=len(fast), bos_token_id=0, eos_token_id=1, pad_token_id=1))
-    model.save_pretrained(OUTPUT / "llama")
-    fast.save_pretrained(OUTPUT / "llama")
-    return str(OUTPUT / "llama")
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=OUTPUT))
+    model.save_pretrained(unfinished)
+    fast.save_pretrained(unfinished)
+    try:
+        unfinished.rename(folder)
+    except OSError:  # another example was faster
+        shutil.rmtree(unfinished)
+    return str(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -38,9 +39,12 @@ class RegisteredMethod:
     """The name of the library in transformers' registry of quantizers, which is entered there when it is asked for."""
 
     def __get__(self, config: object, owner: type) -> str:
-        """Register the method, see :mod:`rmm_linear.integrations.quantizer`, and return its name."""
-        if config is not None:
-            provided(QUANTIZER)
+        """Return the name; where transformers is there to ask, register it, see ``integrations.quantizer``."""
+        if config is not None and sys.modules.get("transformers") is not None:
+            try:
+                provided(QUANTIZER)
+            except ImportError as error:
+                raise AttributeError(str(error)) from error  # which hasattr and copies of objects expect
         return QUANT_METHOD
 
 

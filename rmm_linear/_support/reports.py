@@ -52,10 +52,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return what ``print`` shows, with tables of HTML, for notebooks."""
+        shown = [line for line in str(self).split("\n") if not line.startswith("|-")]
         parts = [
             _table(group) if is_table else f"<pre>{escape(chr(10).join(group))}</pre>"
-            for is_table, lines in groupby(str(self).split("\n"), lambda line: line.startswith("| "))
-            if any(group := [line for line in lines if line and not line.startswith("|-")])
+            for is_table, lines in groupby(shown, lambda line: line.startswith("| "))
+            if any(group := [line for line in lines if line])
         ]
         return "\n".join(parts)
 

@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from functools import partial
-from textwrap import fill
 
 import torch
 
+from rmm_linear._support.tables import wrapped
 from rmm_linear._support.validation import check_integer
 from rmm_linear.command import PROGRAM
 from rmm_linear.command.methods import for_training
@@ -71,4 +71,4 @@ def _said(arguments: argparse.Namespace) -> str:
         "qlora": f"{adapters}linear layers in 4 bits, other weights in bfloat16.",
     }
     state = " Parameters, gradients and the optimizer's state lie on the host." if arguments.offload_state else ""
-    return fill(f"{trained[arguments.method]} Optimizer: {arguments.optimizer}.{state}", 100)
+    return wrapped(f"{trained[arguments.method]} Optimizer: {arguments.optimizer}.{state}")

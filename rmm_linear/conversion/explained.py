@@ -10,7 +10,7 @@ from torch import nn
 
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear.config import OPERATIONS
-from rmm_linear.context.first_steps import how_to_turn_off
+from rmm_linear.context.checkpointing import how_to_turn_off
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import block_memory, checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.exact import exact_but, set_aside

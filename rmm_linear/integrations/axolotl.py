@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, field_validator
 
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
 from rmm_linear.config import RMMConfig
 
 try:
     from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
 except ImportError as missing:
-    raise not_installed(__name__, "axolotl", "pip install axolotl") from missing
+    raise not_usable(__name__, "axolotl", missing) from missing
 
 from rmm_linear.integrations.transformers import RMMCallback
 

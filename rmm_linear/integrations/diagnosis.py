@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from textwrap import fill
 from typing import Any
 
 from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import table
+from rmm_linear._support.tables import keyed, table, wrapped
 from rmm_linear.fitting.static_memory import StaticMemory
 
-_WIDTH, _SHOWN = 100, 6
+_SHOWN = 6
 _LABELS = {"ddp_buckets": "DDP's buckets", "in_its_step": "the optimizer's step"}
 
 
@@ -57,7 +56,8 @@ class Finding:
         topic: In a word: "conversion", "checkpointing", "attention", "rows", "what stays", "weights", "noise".
         text: What was found, and what it means.
         gain: Bytes by which the peak would fall; 0 where nothing is to be won, or not known.
-        code: What to type, in Python; empty where there is nothing to do.
+        code: What to type, in Python, after the imports of :attr:`Diagnosis.code` and with its names; empty where there
+            is nothing to do.
     """
 
     topic: str
@@ -101,9 +101,12 @@ class Diagnosis(Report):
             One line of ``key=value`` pairs.
         """
         best = min((one.peak for one in self.options.values()), default=self.now.peak)
-        saved = "" if self.saved is None else f" saved={self.saved[1] / max(self.saved[0], 1):.0%}"
-        noise = "" if self.noise is None else f" variance_ratio={self.noise:.2g}"
-        return f"rmm_linear doctor: peak={_word(self.now.peak)} peak_converted={_word(best)}{saved}{noise}"
+        parts = [f"peak={_word(self.now.peak)}", f"peak_converted={_word(best)}"]
+        if self.saved is not None:
+            parts.append(f"saved={self.saved[1] / max(self.saved[0], 1):.0%}")
+        if self.noise is not None:
+            parts.append(f"variance_ratio={self.noise:.2g}")
+        return keyed("rmm_linear doctor:", parts)
 
     def table(self) -> str:
         """Return all that was found.
@@ -119,11 +122,10 @@ class Diagnosis(Report):
     def _text(self, shown: int) -> str:
         parts = [
             self.summary(),
-            f"{_wrapped(f'{self.model}: {self.weights}')}\n{_wrapped(self.batch)}",
+            f"{wrapped(f'{self.model}: {self.weights}')}\n{wrapped(self.batch)}",
             self._peaks(),
             "\n".join(
-                _wrapped(f"{number}. {one.topic}: {one.text}", "   ")
-                for number, one in enumerate(self.findings[:shown], 1)
+                wrapped(f"{number}. {one.topic}: {one.text}", 3) for number, one in enumerate(self.findings[:shown], 1)
             ),
         ]
         if len(self.findings) > shown:
@@ -166,7 +168,3 @@ class Diagnosis(Report):
 
 def _word(size: int) -> str:
     return show_bytes(size).replace(" ", "")
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -5,6 +5,7 @@ Everything is measured by what explains and simulates elsewhere: here it is put 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -146,6 +147,7 @@ class _Examination:
         self.is_checkpointed = is_checkpointed(self.model)
         self.options: dict[str, StepMemory] = {}
         self.why_not = ""  # nothing can be converted
+        self.is_unasked = False  # the variance ratio, which could be measured
 
     def page(self, noise: bool | None) -> Diagnosis:
         """Measure, and put together what was found."""
@@ -164,7 +166,7 @@ class _Examination:
             *self._attention(explanation),
             *self._staying(report, explanation),
             *self._weights(now),
-            *self._variance(ratio),
+            *(self._variance(ratio) if report is not None else ()),
         ]
         return Diagnosis(
             type(self.model).__name__,
@@ -175,7 +177,7 @@ class _Examination:
             sorted(findings, key=lambda one: -one.gain),
             None if explanation is None else (explanation.before, explanation.after),
             ratio,
-            self._code(now, findings),
+            self._code(now, findings, {"quality": "careful"} if ratio is not None and ratio > 1 else {}),
         )
 
     def _memory(self) -> StepMemory:
@@ -206,11 +208,12 @@ class _Examination:
 
     def _noise(self, asked: bool | None) -> float | None:
         is_batch = isinstance(self.example, Mapping) and sequences_in(dict(self.example)) > 1
-        if asked is False or not is_batch or not has_memory(self.model):
+        if not is_batch or not has_memory(self.model):
             return None
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         cost = _OPERATIONS * _PASSES * sum(p.numel() for p in self.model.parameters()) * rows_in(self.example)
-        if asked is None and cost > _CHEAP.get(device, 0):
+        if asked is False or (asked is None and cost > _CHEAP.get(device, 0)):
+            self.is_unasked = True
             return None
         stage("measuring the variance")
         try:
@@ -235,7 +238,7 @@ class _Examination:
             )
         if gain <= 0:
             text += ". Nothing is won here" + (": see checkpointing" if self.is_checkpointed else "")
-        return [Finding("conversion", f"{text}.", max(gain, 0), f"rmm_linear.{CONVERT}")]
+        return [Finding("conversion", f"{text}.", max(gain, 0), self._to_type())]
 
     def _checkpointing(self) -> list[Finding]:
         if not self.is_checkpointed:
@@ -262,7 +265,7 @@ class _Examination:
             return [
                 Finding("attention", f"{text}. The model has no sdpa, so convert runs it again in the backward pass.")
             ]
-        code = f'model.set_attn_implementation("{_SDPA}")'
+        code = f'{"trainer." if self.given.is_trainer else ""}model.set_attn_implementation("{_SDPA}")'
         with self._by_sdpa(), uncheckpointed(self.model):
             stage("converting on trial, with sdpa")
             before = self.options.get(CONVERT)
@@ -274,12 +277,16 @@ class _Examination:
 
     @contextmanager
     def _by_sdpa(self) -> Iterator[None]:
+        """Choose sdpa, for every part of the model; configurations are after the block what they were."""
         model: Any = self.model
-        model.set_attn_implementation(_SDPA)
+        before = [(vars(config), dict(vars(config))) for config in _configurations(model)]
         try:
+            model.set_attn_implementation(_SDPA)
             yield
         finally:
-            model.set_attn_implementation(_EAGER)
+            for now, then in before:
+                now.clear()
+                now.update(then)
 
     def _staying(self, report: ConversionReport | None, explanation: Explanation | None) -> list[Finding]:
         """Name experts, linear layers that see few rows, and what else stays."""
@@ -297,7 +304,7 @@ class _Examination:
         if report is not None and size >= SHOWN * explanation.before:
             text = f"{len(few)} linear layers stay exact, {show_bytes(size)}: {next(iter(few.values())).reason}, as "
             text += f"min_rows is {report.config.min_rows}. Larger batches, or a smaller min_rows, help."
-            found.append(Finding("rows", text, 0, "rmm_linear.convert(model, min_rows=1)"))
+            found.append(Finding("rows", text, 0, self._to_type(min_rows=1)))
         for one in explanation.remaining:
             if one.share >= SHOWN and "rows and stays exact" not in one.reason:
                 text = f"{one.modules or 'the model itself'}, {show_bytes(one.bytes)} ({one.share:.0%}): {one.reason}."
@@ -315,14 +322,18 @@ class _Examination:
         return [Finding("weights", text)]
 
     def _variance(self, ratio: float | None) -> list[Finding]:
-        if ratio is None:
+        if ratio is None and self.is_unasked:
             text = "the variance that compression adds was not measured; that takes some twenty steps on a batch."
-            return [Finding("noise", text, 0, "rmm_linear.doctor(model, batch, noise=True)")]
+            what = "trainer" if self.given.is_trainer else "model, batch"
+            return [Finding("noise", text, 0, f"rmm_linear.doctor({what}, noise=True)")]
+        if ratio is None:
+            text = "the variance that compression adds is not measured: that takes a model that has weights and returns"
+            return [Finding("noise", f"{text} its loss, and a batch of two or more sequences, by the names of inputs.")]
         text = f"compression adds {ratio:.2g} times the minibatch's variance to the whole gradient"
         if ratio <= 1:
             return [Finding("noise", f"{text}.")]
-        code = 'rmm_linear.convert(model, quality="careful")'
-        return [Finding("noise", f'{text}, which costs accuracy: quality="careful" adds an eighth of it.', 0, code)]
+        text += ', which costs accuracy: quality="careful" adds half of it, an eighth in linear layers.'
+        return [Finding("noise", text, 0, self._to_type(quality="careful"))]
 
     def _words(self) -> str:
         parameters = list(self.model.parameters())
@@ -356,23 +367,28 @@ class _Examination:
         counted = "no optimizer is counted" if optimizer is None else f"optimizer: {kind.__name__}"
         return f"Batch {shape}; {counted}{'; gradients accumulate' if self.given.accumulate else ''}."
 
-    def _code(self, now: StepMemory, findings: list[Finding]) -> str:
-        """Return the lines that get the lowest peak of what was tried, and a plan that needs no more."""
+    def _to_type(self, **settings: str | int) -> str:
+        """Return the call that converts so: of the model, or of the callback of its Trainer."""
+        written = ", ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+        if not self.given.is_trainer:
+            return f"rmm_linear.convert({', '.join(filter(None, ['model', written]))})"
+        kind = "RMMConfig.preset" if "quality" in settings else "RMMConfig"
+        return f"trainer.add_callback(RMMCallback(convert=rmm_linear.{kind}({written})))"
+
+    def _code(self, now: StepMemory, findings: list[Finding], settings: dict[str, str | int]) -> str:
+        """Return the lines that get the lowest peak of what was tried, with settings, and a plan that needs no more."""
         better = [name for name, one in self.options.items() if one.peak < now.peak]
         least = min(better, key=lambda name: self.options[name].peak, default="")
         first = [one.code for one in findings if one.topic == "attention" and one.code]
+        call = self._to_type(**({"checkpointed": "packed"} if least == PACKED else {}), **settings)
         if self.given.is_trainer:
-            first = [one.replace("model.", "trainer.model.", 1) for one in first]
-            call = 'fit="least"' if not least else "convert=RMMConfig()"
-            call = call if least != PACKED else 'convert=RMMConfig(checkpointed="packed"), checkpointing="keep"'
-            lines = ["from rmm_linear import RMMConfig"] if least else []
-            lines += ["from rmm_linear.integrations.transformers import RMMCallback", "", *first]
-            return "\n".join([*lines, f"trainer.add_callback(RMMCallback({call}))"])
+            lines = ["import rmm_linear", "from rmm_linear.integrations.transformers import RMMCallback", "", *first]
+            return "\n".join([*lines, call if least else 'trainer.add_callback(RMMCallback(fit="least"))'])
         lines = ["import rmm_linear", "", *first]
         if self.is_checkpointed and least != PACKED and hasattr(self.model, "gradient_checkpointing_disable"):
             lines.append("model.gradient_checkpointing_disable()")
         if least:
-            lines += [f"print(rmm_linear.{least})", "# or, within a budget:", "rmm_linear.revert(model)"]
+            lines += [f"print({call})", "# or, within a budget:", "rmm_linear.revert(model)"]
         model: Any = self.model
         if hasattr(model, "can_generate") and model.can_generate() and getattr(model.config, "use_cache", False):
             lines.append("model.config.use_cache = False  # or blocks cannot be recomputed")
@@ -383,6 +399,18 @@ class _Examination:
         """Return a budget that compression alone meets, of a peak without the optimizer's state."""
         share = (after.peak - self.static.optimizer) / (now.peak - self.static.optimizer)
         return min(math.ceil(20 * share + 0.2) / 20, 1.0)
+
+
+def _configurations(model: nn.Module) -> list[Any]:
+    """Return the configurations of transformers that a model and its parts have, each once, with those inside."""
+    found = dict[int, Any]()
+    left = [getattr(module, "config", None) for module in model.modules()]
+    while left:
+        config = left.pop()
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
+            found[id(config)] = config
+            left += vars(config).values()
+    return list(found.values())
 
 
 def _bytes_of(explanation: Explanation | None, *words: str) -> int:

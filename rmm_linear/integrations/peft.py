@@ -19,10 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.linears import is_quantized
 from rmm_linear.layers.function import sketched_linear
@@ -31,7 +30,7 @@ try:
     from peft import LoraConfig
     from peft.tuners.lora.layer import Linear, LoraVariant
 except ImportError as missing:
-    raise not_installed(__name__, "peft", "pip install peft") from missing
+    raise not_usable(__name__, "peft", missing) from missing
 
 
 class SketchedLinearVariant(LoraVariant):
@@ -65,7 +64,7 @@ class SketchedLinearVariant(LoraVariant):
         """Add the adapter's output to the base layer's."""
         a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
         x = module.lora_dropout[active_adapter](x)
-        if module.training and torch.is_grad_enabled():
+        if module.training:  # without gradients too: reentrant checkpointing draws the same numbers again
             config = module.lora_sketch_config[active_adapter]
             hidden = sketched_linear(x, a.weight, a.bias, config=config)
         else:

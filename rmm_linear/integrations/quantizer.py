@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
 from rmm_linear.config import QUANT_METHOD, RMMConfig
 from rmm_linear.conversion.convert import convert
 
@@ -36,7 +36,7 @@ try:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as missing:
-    raise not_installed(__name__, "transformers") from missing
+    raise not_usable(__name__, "transformers", missing) from missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,13 +7,13 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
 from rmm_linear.config import RMMConfig
 
 try:
     from transformers import Trainer
 except ImportError as missing:
-    raise not_installed(__name__, "transformers") from missing
+    raise not_usable(__name__, "transformers", missing) from missing
 
 from rmm_linear.integrations.transformers import RMMCallback
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
 
@@ -22,7 +22,7 @@ try:
         register_quantize_module_handler,
     )
 except ImportError as missing:
-    raise not_installed(__name__, "torchao", "pip install torchao") from missing
+    raise not_usable(__name__, "torchao", missing) from missing
 
 AOBaseConfig.register(RMMConfig)  # the type that quantize_ takes; it has no methods
 

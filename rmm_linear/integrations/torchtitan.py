@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
 
@@ -24,7 +24,7 @@ try:
     )
     from torchtitan.tools.logging import logger  # pyright: ignore[reportMissingImports]
 except ImportError as missing:
-    raise not_installed(__name__, "torchtitan", "pip install torchtitan") from missing
+    raise not_usable(__name__, "torchtitan", missing) from missing
 
 
 class CompressedActivations(ActivationCheckpointing):

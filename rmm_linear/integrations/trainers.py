@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear._support.tables import wrapped
 from rmm_linear.context.checkpointing import Uncheckpointed
 from rmm_linear.memory.inputs import LossOfBatch
 
@@ -79,10 +80,11 @@ def turn_off_checkpointing(model: torch.nn.Module, args: Any) -> Uncheckpointed:
     off.attach()
     if off.is_attached and args.process_index == 0:
         # Printed, not logged, as by the Trainer's own callbacks.
-        print(
+        text = (
             "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
             'compressed activations save the memory in its place. checkpointing="keep" leaves it on.'
         )
+        print(wrapped(text, 2))
     return off
 
 

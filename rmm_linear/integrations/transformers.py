@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import rmm_linear
-from rmm_linear._support.installing import not_installed
+from rmm_linear._support.installing import not_usable
+from rmm_linear._support.tables import wrapped
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.checkpointing import KEEP, REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.context.first_steps import shown
@@ -25,7 +26,7 @@ from rmm_linear.memory import peak, track_saved
 try:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 except ImportError as missing:
-    raise not_installed(__name__, "transformers") from missing
+    raise not_usable(__name__, "transformers", missing) from missing
 
 from rmm_linear.integrations.checkpoints import SketchStateCallback
 from rmm_linear.integrations.explaining import is_converted, late_linears, saved_by_model
@@ -50,6 +51,10 @@ _PREFIX = "rmm/"
 # The step whose noise is measured in any case, after adapters that begin with zeros have gradients, and of how many
 # layers, as on most GPUs that takes as long as some steps.
 _FIRST, _LAYERS = 3, 16
+_ADVICE = (
+    'Store more, as RMMConfig.preset("careful") does (an eighth of the default\'s), or leave linear layers exact: '
+    f"RMMConfig(operations={[one for one in OPERATIONS if one != 'linear']})."
+)
 
 
 class RMMCallback(SketchStateCallback, ProbeCallback):
@@ -258,17 +263,16 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
         if state.global_step == self._asked and self._prints and "noise" in medians:
-            print(
+            text = (
                 f"rmm_linear: variance ratio of linear layers, compression to minibatch: {medians['noise']:.2g} "
                 f"(median of {len(rows)} layers in step {state.global_step}; above 1 it costs accuracy)"
             )
+            print(wrapped(f"{text}. {_ADVICE}" if medians["noise"] > self.limit else text, 2))
         if medians.get("noise", 0.0) > self.limit and not self._warned:
             self._warned = True
             logger.warning(
                 "Step %d: the variance ratio, sketch to minibatch, is %.3g (median over the layers), more than the "
-                "limit of %g. Store more, as RMMConfig.preset(\"careful\") does (an eighth of the default's), or leave "
-                "linear layers exact: RMMConfig(operations=%s).",
-                state.global_step, medians["noise"], self.limit, [one for one in OPERATIONS if one != "linear"],
+                "limit of %g. %s", state.global_step, medians["noise"], self.limit, _ADVICE,
             )  # fmt: skip
 
     def on_train_end(
@@ -321,9 +325,10 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             loss = loss_call(trainer, model, inputs, given.get("num_items_in_batch"))
             found = saved_by_model(model, report, loss)  # all processes run the model alike
             if not isinstance(found, str):
-                self.report, found = dataclasses.replace(report, memory=found), f"{found.line()}{found.note()}"
+                self.report = dataclasses.replace(report, memory=found)
             if self._prints:
-                print(f"rmm_linear: {found}")
+                line, note = (found, "") if isinstance(found, str) else (found.line(), found.note())
+                print(f"{wrapped(f'rmm_linear: {line}', 2)}{note}")
             then()
             return step(*args, **kwargs)
 

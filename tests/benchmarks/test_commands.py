@@ -46,7 +46,7 @@ def test_commands_start_without_the_extras_and_know_one_another() -> None:
     """Nothing of the extras is imported at the start, and their absence is none of an error."""
     code = (
         "import sys\n"
-        "for name in ('transformers', 'pandas', 'matplotlib', 'rich', 'scipy', 'datasets'): sys.modules[name] = None\n"
+        "for name in ('transformers', 'pandas', 'matplotlib', 'scipy', 'datasets'): sys.modules[name] = None\n"
         "import benchmarks.__main__ as m\n"
         "for name in ('run', 'gpu', 'compile', 'roofline', 'blocks'):\n"
         "    m._parser([name])\n"

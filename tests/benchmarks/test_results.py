@@ -21,7 +21,7 @@ from benchmarks.suites import SUITES
 ALONE = """
 import sys
 
-EXTRAS = "datasets evaluate pandas matplotlib rich scipy sklearn kernels peft accelerate".split()
+EXTRAS = "datasets evaluate pandas matplotlib scipy sklearn kernels peft accelerate".split()
 FINDERS = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", str(finder))]
 
 class Alone:

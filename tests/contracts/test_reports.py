@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from html import escape
 
 import pytest
 import torch
@@ -168,7 +169,13 @@ def test_a_report_fits_the_page_in_every_form(name):
     assert "\n" not in repr(report)
     assert " object at 0x" not in repr(report)
     page = report._repr_html_()
-    assert ("<table>" in page) == ("\n|-" in short)
+    lines = short.splitlines()
+    headers = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("|-")]
+    found = re.findall(r"<table><thead>(.*?)</thead>", page)
+    assert page.count("<table>") == len(found)
+    assert ["|".join(re.findall("<th>(.*?)</th>", one)) for one in found] == [
+        "|".join(escape(cell.strip()) for cell in header.strip("|").split("|")) for header in headers
+    ]
     assert page.count("<tr>") == sum(line.startswith("| ") for line in short.splitlines())
     assert not re.search(r"<(?!/?(?:table|thead|tbody|tr|th|td|pre)>)", page)
     frame = report.to_dataframe()

@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from trainer_helpers import Sentences, make_trainer, probed, weights
 
 from rmm_linear import RMMConfig, convert
+from rmm_linear._support.tables import WIDTH, wrapped
 from rmm_linear.context.checkpointing import is_checkpointed
 from rmm_linear.conversion.explained import explained
 from rmm_linear.integrations.transformers import RMMCallback
@@ -35,14 +36,15 @@ def test_the_first_step_prints_what_the_whole_model_saves(tmp_path, capsys):
             callback.report = dataclasses.replace(callback.report, memory=memory)
         capsys.readouterr()
         trainer.train()
-        lines = [line for line in capsys.readouterr().out.splitlines() if "saved for backward: " in line]
-        assert len(lines) == 1
-        found.append((weights(trainer), callback.results.rows, recorder.logs[0]["rmm/kept_bytes"], lines[0]))
-    (first, rows, kept, line), (second, other_rows, other_kept, _) = found
+        out = capsys.readouterr().out
+        assert out.count("saved for backward: ") == 1
+        found.append((weights(trainer), callback.results.rows, recorder.logs[0]["rmm/kept_bytes"], out))
+    (first, rows, kept, out), (second, other_rows, other_kept, _) = found
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert [dataclasses.astuple(row) for row in rows] == [dataclasses.astuple(row) for row in other_rows]
     assert kept == other_kept
-    assert line == f"rmm_linear: {memory.line()}"
+    assert f"\n{wrapped(f'rmm_linear: {memory.line()}', 2)}\n" in out
+    assert max(len(line) for line in out.splitlines() if not line.startswith("{'")) <= WIDTH  # the Trainer's
 
 
 def test_it_converts_whatever_was_wrapped_before_and_logs(tmp_path, capsys):
@@ -73,7 +75,7 @@ def test_the_report_has_what_the_first_step_measured(tmp_path, capsys):
     trainer.train()
     printed = capsys.readouterr().out
     assert "example=batch" not in printed
-    assert f"rmm_linear: {callback.report.memory.line()}\n" in printed
+    assert f"{wrapped(f'rmm_linear: {callback.report.memory.line()}', 2)}\n" in printed
     assert "\nWhile activation checkpointing recomputes" in printed
     assert callback.report.converted == report.converted
     assert "| operation " in str(callback.report)
@@ -220,9 +222,13 @@ def test_the_noise_is_measured_once_and_said(tmp_path, capsys, caplog):
         trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=1, ratio=ratio)))
         trainer.train()
         assert [entry["step"] for entry in recorder.logs if "rmm/noise" in entry] == [3]
-        (line,) = [one for one in capsys.readouterr().out.splitlines() if "variance ratio of linear layers" in one]
-        assert "(median of 14 layers in step 3; above 1 it costs accuracy)" in line
-        assert any("leave linear layers exact: RMMConfig(operations=[" in one for one in caplog.messages) is warns
+        out = capsys.readouterr().out
+        assert max(len(line) for line in out.splitlines() if not line.startswith("{'")) <= WIDTH  # the Trainer's
+        assert out.count("rmm_linear: variance ratio of linear layers, compression to minibatch: ") == 1
+        said = " ".join(out.split())
+        assert "(median of 14 layers in step 3; above 1 it costs accuracy)" in said
+        advice = "leave linear layers exact: RMMConfig(operations=["
+        assert said.count(advice) == sum(advice in one for one in caplog.messages) == int(warns)
 
 
 def test_a_model_that_trains_nothing_is_named(caplog):

@@ -2,17 +2,19 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fit_cases import assert_untouched, network, snapshot
-from helpers import tiny_model, token_ids
+from helpers import converted_names, tiny_model, token_ids
 from peft_helpers import lora
 from torch import nn
 from trainer_helpers import make_trainer
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 import rmm_linear
+from rmm_linear import RMMConfig
 from rmm_linear.command.main import main
 from rmm_linear.memory import explain
 from rmm_linear.planning import simulate
@@ -62,6 +64,16 @@ KINDS = {
 }  # fmt: skip
 
 
+def assert_codes_run(found, **names):
+    """Each by itself, after the imports of the page's own code."""
+    imports = found.code.partition("\n\n")[0]
+    model = names["model"] if "model" in names else names["trainer"].model
+    for one in found.findings:
+        exec(f"{imports}\n{one.code}", dict(names))
+        if converted_names(model):
+            rmm_linear.revert(model)
+
+
 def without_breaks(text):
     return " ".join(text.split())
 
@@ -103,8 +115,7 @@ def test_a_page_says_what_matters_of_a_model_and_its_code_runs(kind):
     assert json.loads(json.dumps(found.to_dict()))["peak"] == now.peak
     assert list(found.to_dataframe()["topic"]) == [one.topic for one in found.findings]
     assert "<table>" in found._repr_html_()
-    for one in found.findings:
-        compile(one.code, one.topic, "exec")
+    assert_codes_run(found, model=model, batch=batch)
     trained, _, plan = found.code.partition("# or, within a budget:")
     names = {"model": model, "batch": batch}
     exec(trained, names)
@@ -113,6 +124,21 @@ def test_a_page_says_what_matters_of_a_model_and_its_code_runs(kind):
         best = min(found.options.values(), key=lambda one: one.peak)
         assert step <= 1.05 * (best.gradients + best.activations)
     assert "rmm_linear.fit(model, batch, memory=0." in plan
+
+
+def test_a_composite_models_parts_keep_their_attention():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**vision, "vocab_size": 64, "model_type": "llama"}
+    vision |= {"image_size": 8, "patch_size": 4, "projection_dim": 16, "model_type": "clip_vision_model"}
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=2, image_seq_length=4)
+    with torch.random.fork_rng():
+        model = LlavaForConditionalGeneration(config).train()
+    chosen = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}
+    model.set_attn_implementation(chosen)
+    found = rmm_linear.doctor(model, BATCH, noise=False)  # no images, of which LLaVA's code reads numbers
+    assert [one.topic for one in found.findings if one.topic == "attention"]
+    parts = {"": model, "text_config": model.model.language_model, "vision_config": model.model.vision_tower}
+    assert {name: part.config._attn_implementation for name, part in parts.items()} == chosen
 
 
 def test_the_plan_that_is_typed_fits():
@@ -136,6 +162,7 @@ def test_few_rows_and_nothing_to_convert_are_said():
     (rows,) = [one for one in found.findings if one.topic == "rows"]
     assert rows.text.startswith("2 linear layers stay exact, ")
     assert "the layer sees 16 rows and stays exact, as min_rows is 64" in rows.text
+    assert_codes_run(found, model=few)
     nothing = rmm_linear.doctor(nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten()), torch.randn(2, 4, 8))
     assert nothing.options == {}
     assert nothing.findings[0].topic in ("conversion", "weights")
@@ -162,7 +189,12 @@ def test_noise_above_the_minibatchs_and_noise_that_is_not_measured_are_said(monk
     assert "rmm_linear.doctor(model, batch, noise=True)" in [one.code for one in unknown.findings]
     monkeypatch.setattr("rmm_linear.variance.whole_model.GradientNoise.whole", lambda self: 1.5)
     noisy = rmm_linear.doctor(model, batch, noise=True)
-    assert 'rmm_linear.convert(model, quality="careful")' in [one.code for one in noisy.findings]
+    (noise,) = [one for one in noisy.findings if one.topic == "noise"]
+    assert 'quality="careful" adds half of it, an eighth in linear layers' in noise.text
+    assert noise.code == 'rmm_linear.convert(model, quality="careful")'
+    assert f"print({noise.code})" in noisy.code
+    assert "rmm_linear.convert(model)" not in noisy.code
+    exec(noisy.code, {"model": model, "batch": batch})
 
 
 def state(trainer):
@@ -186,6 +218,20 @@ def test_a_trainer_is_left_as_it_was_and_trains_by_the_code(tmp_path):
     exec(found.code, {"trainer": trainer})
     trainer.train()
     assert rmm_linear.revert(trainer.model)
+    assert_codes_run(found, trainer=trainer)
+
+
+def test_what_a_trainers_user_types_of_noise_is_the_trainers(tmp_path, monkeypatch):
+    trainer, _, _ = make_trainer(tmp_path, config=None, max_steps=1)
+    unknown = rmm_linear.doctor(trainer, noise=False)
+    assert "rmm_linear.doctor(trainer, noise=True)" in [one.code for one in unknown.findings]
+    measured = SimpleNamespace(whole=lambda: 1.5)
+    monkeypatch.setattr("rmm_linear.integrations.doctor.gradient_noise", lambda *given, **options: measured)
+    noisy = rmm_linear.doctor(trainer, noise=True)
+    (noise,) = [one.code for one in noisy.findings if one.topic == "noise"]
+    assert noise == noisy.code.splitlines()[-1]
+    exec(noisy.code, {"trainer": trainer})
+    assert trainer.callback_handler.callbacks[-1].convert == RMMConfig.preset("careful")
 
 
 @pytest.mark.thorough

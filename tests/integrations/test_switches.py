@@ -1,7 +1,9 @@
 """Switches in transformers and PEFT: a subscript of a Trainer class, from_pretrained, and a variant of LoRA."""
 
+import importlib
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,6 +197,22 @@ def test_the_variant_saves_a_code_and_its_gradients_are_those_of_lora_in_the_mea
     assert_unbiased(lambda _: step(rough, "llama")[1], exact, draws=40, widest=0.1)
 
 
+def test_reentrant_checkpointing_draws_what_a_plain_step_draws():
+    from rmm_linear.integrations.peft import SketchedLoraConfig
+
+    found = []
+    for is_checkpointed in (False, True):
+        model = adapted(SketchedLoraConfig, sketch_config=RMMConfig(min_rows=1, bits=4), lora_dropout=0.5)
+        if is_checkpointed:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        found.append((*step(model, "llama", seed=3), torch.get_rng_state()))
+    (loss, exact, after), (other_loss, other, other_after) = found
+    assert torch.equal(loss, other_loss)
+    assert all(torch.equal(exact[name], other[name]) for name in exact)
+    assert torch.equal(after, other_after)
+
+
 def test_adapters_of_the_variant_are_loras(tmp_path):
     from peft import PeftModel
 
@@ -236,3 +254,40 @@ def test_settings_of_another_type_are_named():
     model = nn.Sequential(nn.Linear(4, 4).to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"sketch_config is for nn.Linear, got Linear, which is quantized"):
         get_peft_model(model, SketchedLoraConfig(target_modules=["0"]))
+
+
+# Hosts that are not there, or of another version
+
+
+def test_without_a_usable_transformers_a_config_is_registered_nowhere(monkeypatch):
+    name = "rmm_linear.integrations.quantizer"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    config = RMMConfig()
+    assert not hasattr(config, "quant_methods")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        assert config.quant_method == "rmm"
+    assert name not in sys.modules
+    monkeypatch.setitem(sys.modules, name, None)  # as one that is too old
+    assert not hasattr(config, "quant_method")
+
+
+HOSTS = ["axolotl", "torchao", "torchtitan", "peft", "quantizer", "rmm_trainer", "transformers"]
+
+
+@pytest.mark.parametrize("switch", HOSTS)
+def test_a_switch_says_whether_its_host_is_missing_or_another_version(switch, monkeypatch, tmp_path):
+    name = f"rmm_linear.integrations.{switch}"
+    host = switch if switch in HOSTS[:4] else "transformers"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    for one in [one for one in sys.modules if one.split(".")[0] == host]:
+        monkeypatch.delitem(sys.modules, one)
+    monkeypatch.setitem(sys.modules, host, None)
+    with pytest.raises(ImportError, match=rf"^{name} needs {host}, which is not installed\. Run pip install "):
+        importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, host)
+    (tmp_path / f"{host}.py").write_text("raise ImportError('no name of another version')")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = rf"^{name} needs {host} .*\d.*, got .*, whose import fails: no name of another version\. Install"
+    with pytest.raises(ImportError, match=text):
+        importlib.import_module(name)

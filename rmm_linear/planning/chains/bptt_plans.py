@@ -44,7 +44,7 @@ class Action(NamedTuple):
     is_kept: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BPTTPlan(Report, SavedSettings):
     """A plan for so many steps in so many slots, made by :func:`plan_bptt`; printed, it is a table.
 

@@ -98,7 +98,7 @@ def _are_levels(levels: Any) -> bool:
     return [(level[0], len(level)) for level in levels] in ([("ram", 2), ("disk", n)] for n in (2, 4))
 
 
-@dataclass
+@dataclass(repr=False)
 class SweepReport(Report):
     """The report of one :func:`sweep`; complete when its backward pass has ended, and reset by the next sweep.
 
