@@ -1,4 +1,4 @@
-"""Tests in two processes, or a few: how they are launched, and what the processes share (models, batches, measurements)."""
+"""Tests in some processes: how they are launched, and what they share (models, batches, measurements)."""
 
 import contextlib
 import json
