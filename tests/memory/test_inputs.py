@@ -37,5 +37,5 @@ def test_an_example_on_another_device_is_refused_unless_it_may_be_moved(sign):
         SIGNS[sign](model)
         check_example(model, ELSEWHERE)
     else:
-        with pytest.raises(ValueError, match="must be on the model's device, cpu, got a tensor on cuda:0. Move it"):
+        with pytest.raises(ValueError, match=r"must be on the model's device, cpu, got a tensor on cuda:0\. Move it"):
             check_example(model, ELSEWHERE)
