@@ -53,10 +53,16 @@ HOSTS := torchao torchtitan axolotl axolotl-contribs-lgpl axolotl-contribs-mit t
 HOSTS += absl-py addict art colorama distro docstring_parser einops fastcore importlib-metadata llvmlite numba \
 	opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions posthog protobuf python-dotenv spmd_types \
 	tensorboard tensorboard-data-server termcolor torch_checkpointing torchdata typeguard tyro wandb werkzeug zipp
+HOSTS += liger-kernel hjson py-cpuinfo msgpack ninja
+# DeepSpeed is built by the setuptools and the wheel of this environment, without its kernels.
+TO_HOSTS := --no-deps --upgrade --target out/hosts
+RUN_HOSTS := PYTHONPATH=out/hosts DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m stack
 test-hosts: $(VENV)/.test
-	@$(PIP) --no-deps --upgrade --target out/hosts $(HOSTS)
-	PYTHONPATH=out/hosts DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -q -m stack tests/integrations/test_hosts.py
+	@$(PIP) $(TO_HOSTS) $(HOSTS)
+	@$(PIP) wheel
+	@DS_BUILD_OPS=0 $(PIP) $(TO_HOSTS) --no-build-isolation deepspeed
+	$(RUN_HOSTS) tests/integrations/test_hosts.py
+	DS_ACCELERATOR=cpu $(RUN_HOSTS) tests/integration/test_engines.py -k ZeRO
 
 test-heavy: $(VENV)/.test
 	$(BIN)/python -m pytest -q -m "montecarlo or thorough"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rmm_linear._support.patterns import check_pattern
+from rmm_linear._support.patterns import check_pattern, check_patterns, expressions_in
 from rmm_linear._support.provided import provided
 from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
 from rmm_linear._support.validation import check_fraction, check_integer, did_you_mean, read_names
@@ -100,7 +100,8 @@ class RMMConfig(SavedSettings):
             Dropout saves a seed instead of bits, and its random numbers are not PyTorch's.
         target_modules: Linear layers to convert: "all-linear" (all but the output head, and trained layers whose input
             has at most a 32nd of the features of the widest one's, as ``lora_B`` has), a regular expression that the
-            whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query").
+            whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query");
+            an entry that begins with ^ is a regular expression.
         exclude_modules: Modules not to convert, of any operation; a regular expression or a list as above.
         overrides: Pattern to fields that differ for the layers it matches, such as ``{"query": {"ratio": 0.5}}``. A
             pattern is a name, a dotted suffix or a regular expression for the whole name; the first match is used.
@@ -213,6 +214,8 @@ class RMMConfig(SavedSettings):
         if self.exclude_modules is not None:
             object.__setattr__(self, "exclude_modules", read_names("exclude_modules", self.exclude_modules))
         object.__setattr__(self, "overrides", self._checked_overrides())
+        selecting = expressions_in(self.target_modules) + expressions_in(self.exclude_modules or ())
+        check_patterns((*selecting, *self.overrides))
         numbers = {name: getattr(self, name) for name in ("ratio", "memory")}
         texts = {name: repr(float(number)) for name, number in numbers.items() if number is not None}
         object.__setattr__(self, "_texts", texts)

@@ -1,4 +1,4 @@
-"""Tests in two processes: how they are launched, and what the processes share (models, batches, measurements)."""
+"""Tests in some processes: how they are launched, and what they share (models, batches, measurements)."""
 
 import contextlib
 import json
@@ -32,8 +32,8 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
-def start_ranks(script, *arguments, folder):
-    """Run a script in two processes as torchrun would; they are forked from one that has imported everything.
+def start_ranks(script, *arguments, folder, count=2):
+    """Run a script in some processes as torchrun would; they are forked from one that has imported everything.
 
     Returns:
         What each wrote as JSON into the folder, and what they printed.
@@ -42,8 +42,8 @@ def start_ranks(script, *arguments, folder):
     context.set_forkserver_preload(_PRELOAD)
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment()}
-    logs = [folder / f"{rank}.log" for rank in range(2)]
+    shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **environment()}
+    logs = [folder / f"{rank}.log" for rank in range(count)]
     ranks = []
     for rank, log in enumerate(logs):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -59,8 +59,8 @@ def start_ranks(script, *arguments, folder):
             one.kill()
             one.join()
     printed = "".join(log.read_text() for log in logs)
-    assert [one.exitcode for one in ranks] == [0, 0], printed
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], printed
+    assert [one.exitcode for one in ranks] == [0] * count, printed
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)], printed
 
 
 def _rank(environment, log, command):
@@ -73,9 +73,9 @@ def _rank(environment, log, command):
     runpy.run_path(command[0], run_name="__main__")
 
 
-def run_ranks(part, folder, *arguments):
-    """What two processes found, rank by rank; see integration/distributed_worker.py."""
-    return start_ranks(WORKER, part, folder, *arguments, folder=folder)[0]
+def run_ranks(part, folder, *arguments, count=2):
+    """What the processes found, rank by rank; see integration/distributed_worker.py."""
+    return start_ranks(WORKER, part, folder, *arguments, folder=folder, count=count)[0]
 
 
 def check_unbiased(found, widest):

@@ -2,17 +2,18 @@
 
 Python tries the ways of a pattern one after another until one matches, and a repeated group has exponentially many:
 ``(a+)+$`` takes seconds for one name of 25 letters that it does not match. Patterns come from files too, so they are
-refused if a name could take more than a few million ways. Repetitions of single characters, whose lengths add up to
-at most the name's, have (L + s choose s) of them for s repetitions and L characters; alternatives and what is optional
-multiply them.
+refused if a name could take more than a few million ways, in all of a configuration's patterns together. Repetitions of
+single characters, whose lengths add up to at most the name's, have (L + s choose s) of them for s repetitions and L
+characters; alternatives and what is optional multiply them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -22,21 +23,70 @@ else:
 
 MOST_CHARACTERS = 2000  # of a pattern
 _MOST_WAYS = 3_000_000  # 50 ms for a name
+_WHOLE = "^"  # begins an entry of a list that is a regular expression
 _LENGTH = 64  # of a name
 _FEW = 8  # lengths of a repetition that count as alternatives
 _ONE_CHARACTER = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
 
 
 def matches(patterns: str | Sequence[str], name: str) -> bool:
-    """Say whether a dotted name matches a regular expression as a whole, or one of some names and dotted suffixes.
+    """Say whether a dotted name matches a regular expression as a whole, or an entry of a list.
+
+    That is a name or a dotted suffix, or, if it begins with ^, a regular expression.
 
     Example:
         >>> matches(["query"], "layer.0.query"), matches(["query"], "layer.0.subquery")
         (True, False)
+        >>> matches(["^query"], "layer.0.query"), matches(["^query"], "query")
+        (False, True)
     """
     if isinstance(patterns, str):
         return re.fullmatch(patterns, name) is not None
-    return any(name == entry or name.endswith(f".{entry}") for entry in patterns)
+    return any(
+        re.fullmatch(entry, name) is not None
+        if entry.startswith(_WHOLE)
+        else name == entry or name.endswith(f".{entry}")
+        for entry in patterns
+    )
+
+
+def expressions_in(patterns: str | Sequence[str]) -> list[str]:
+    """Return the regular expressions of what :func:`matches` takes."""
+    return [patterns] if isinstance(patterns, str) else [entry for entry in patterns if entry.startswith(_WHOLE)]
+
+
+def expressions_for(names: Iterable[str]) -> Iterator[str]:
+    r"""Make entries of a list that match names alone, as few as their length allows.
+
+    Example:
+        >>> list(expressions_for(["a", "b.c"]))
+        ['^(?:a|b\\.c)']
+    """
+    joined = ""
+    for name in map(re.escape, names):
+        if joined and len(joined) + len(name) + len("^(?:|)") > MOST_CHARACTERS:
+            yield f"^(?:{joined})"
+            joined = ""
+        joined += f"|{name}" if joined else name
+    if joined:
+        yield f"^(?:{joined})"
+
+
+def check_patterns(patterns: Iterable[str]) -> None:
+    """Raise unless regular expressions, each of which :func:`check_pattern` accepts, take a bounded time together."""
+    several = list(patterns)
+    if sum(map(_ways_of, several)) > _MOST_WAYS:
+        worst = max(several, key=_ways_of)
+        raise ValueError(
+            f"target_modules, exclude_modules and overrides must match every name in bounded time together, got "
+            f"{len(several)} patterns of which {worst!r} takes longest. Repeat fewer characters, or give names."
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _ways_of(pattern: str) -> float:
+    alternatives, repetitions = _ways(parser.parse(pattern))
+    return alternatives * _lengths(repetitions)
 
 
 def check_pattern(name: str, pattern: object) -> None:
@@ -58,10 +108,10 @@ def check_pattern(name: str, pattern: object) -> None:
         )
     try:
         re.compile(pattern)
-        alternatives, repetitions = _ways(parser.parse(pattern))
+        ways = _ways_of(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{name} must be a valid regular expression, got {pattern!r} ({error}).") from None
-    if alternatives * _lengths(repetitions) > _MOST_WAYS:
+    if ways > _MOST_WAYS:
         raise ValueError(
             f"{name} must match every name in bounded time, got {pattern!r}. Repeat single characters only, "
             "as .* does, at most four times, no groups, and refer to none; or give names."

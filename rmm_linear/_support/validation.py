@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from rmm_linear._support.patterns import check_pattern
+from rmm_linear._support.patterns import check_pattern, expressions_in
 
 _LONGEST_WORD = 100  # the comparison takes the square of it
 
@@ -46,7 +46,9 @@ def read_names(name: str, value: object) -> str | tuple[str, ...]:
     if isinstance(value, Sequence | set | frozenset) and all(isinstance(entry, str) for entry in value):
         if not value:
             raise ValueError(f"{name} must name at least one layer, got an empty list.")
-        return tuple(value)
+        for pattern in expressions_in(value := tuple(value)):
+            check_pattern(name, pattern)
+        return value
     raise TypeError(f"{name} must be a regular expression or a list of layer names, got {value!r}.")
 
 

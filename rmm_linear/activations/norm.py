@@ -106,8 +106,8 @@ class PackedNorm(PackedModule):
         layout = None if torch.compiler.is_compiling() else rows_layout(input, list(own.values()), dims)
         if layout is None:
             return super().forward(input)
-        if self.rmm_context is not None and any(one.is_shard() for one in layout[0]):
-            self.rmm_context.ranks.divided.add(self.rmm_index)
+        if self.rmm_context is not None:
+            self.rmm_context.ranks.note(self.rmm_index, input.device_mesh, layout[0])  # pyright: ignore
 
         def run(rows: Tensor, parts: list[Tensor]) -> Tensor:
             with _reparametrize_module(self, dict(zip(own, parts, strict=True))):
@@ -154,7 +154,7 @@ class PackedNorm(PackedModule):
         if norm.call.on_backward is None and not context.sketch_cache.is_shared(self.rmm_index):  # on the short way
             return None
         key = "norm", norm.bits, norm.form.eps_of(input.dtype), *norm.form.layout, norm.call.mask
-        return context.sketch_cache.entry(input, key, self.rmm_index)
+        return context.sketch_cache.entry(input, getattr(self, "weight", None), key, self.rmm_index)
 
 
 def _has_rows(input: object, dims: int) -> bool:

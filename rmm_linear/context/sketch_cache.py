@@ -1,9 +1,10 @@
 """Share sketches of one input among the layers that read it.
 
 Autograd saves an input once, however many layers read it, and :class:`SketchCache` does the same for sketches. A sketch
-is found by the input's memory, which is alive and unchanged by its version counter, the spec and the mask: engines as
-ZeRO-3 hand each layer a view of its own. The cache has a weak reference to it, and is empty after the forward pass;
-autograd frees a sketch after the last backward pass of the layers that saved it. Layers of different selective
+is found by the input, which is unchanged by its version counter, the spec and the mask; where an engine as ZeRO-3 hands
+each layer a view of its own, by the memory of the views. (Not elsewhere: memory that is used again may be written
+through another tensor, with a counter of its own.) The cache has a weak reference to it, and is empty after the forward
+pass; autograd frees a sketch after the last backward pass of the layers that saved it. Layers of different selective
 checkpoints do not share a sketch, nor do layers inside and outside of one: every checkpoint is recomputed by itself and
 must then run the same operators as before. Their dispatch modes tell them apart.
 """
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from rmm_linear._support.distributed import is_fresh_view
 from rmm_linear.context.surroundings import has_saving_hooks
 
 
@@ -35,6 +37,12 @@ class CacheEntry:
     def is_gone(self) -> bool:
         """Say whether nothing has the tensor, or its memory, any more."""
         return self.source.expired() if isinstance(self.source, StorageWeakRef) else self.source() is None
+
+    def is_of(self, source: Tensor, is_fresh: bool) -> bool:
+        """Say whether the sketch is that of a tensor at the same address, as it is now."""
+        if self.is_gone() or self.version != source._version:
+            return False
+        return is_fresh or (not isinstance(self.source, StorageWeakRef) and self.source() is source)
 
 
 _FEW = 64  # sketches of inputs that may be gone, at least, before a search for them
@@ -58,22 +66,25 @@ class SketchCache:
         """Say whether a layer shares a sketch, or may: one that was alone in a forward pass need not look for it."""
         return index not in self._alone
 
-    def entry(self, source: Tensor, key: tuple[Hashable, ...], index: int) -> CacheEntry:
-        """Return the entry of a tensor, whose ``saved`` the first layer sets that asks for it."""
+    def entry(self, source: Tensor, weight: Tensor | None, key: tuple[Hashable, ...], index: int) -> CacheEntry:
+        """Return the entry of a tensor that a layer of this weight reads; the first layer that asks sets ``saved``."""
         task = torch._C._current_graph_task_id()  # recomputations of two backward passes share nothing
         if task != self._task:
             self.clear()
             self._task = task
-        full_key = _full_key(source, key)
-        known, version = self._entries.get(full_key), source._version
+        is_fresh = is_fresh_view(source, weight)
+        full_key = _full_key(source, (is_fresh, *key))
+        known = self._entries.get(full_key)
         if known is not None:
-            if known.saved is not None and not known.is_gone() and known.version == version:
+            if known.saved is not None and known.is_of(source, is_fresh):
                 known.layers.append(index)
                 return known
             self._forget(full_key)
         if len(self._entries) >= self._most:
             self._sweep()
-        made = self._entries[full_key] = CacheEntry(self._reference(source, full_key), version, [index])
+        made = self._entries[full_key] = CacheEntry(
+            self._reference(source, full_key, is_fresh), source._version, [index]
+        )
         return made
 
     def _sweep(self) -> None:
@@ -82,10 +93,12 @@ class SketchCache:
             self._forget(key)
         self._most = 2 * len(self._entries) + _FEW
 
-    def _reference(self, source: Tensor, key: tuple[Hashable, ...]) -> weakref.ref[Tensor] | StorageWeakRef:
+    def _reference(
+        self, source: Tensor, key: tuple[Hashable, ...], is_fresh: bool
+    ) -> weakref.ref[Tensor] | StorageWeakRef:
         """A weak reference; in a recomputation, and where hooks may drop what is saved, the sketch goes with it."""
         if self._task == -1 and not has_saving_hooks():
-            return StorageWeakRef(source.untyped_storage())
+            return StorageWeakRef(source.untyped_storage()) if is_fresh else weakref.ref(source)
         this = weakref.ref(self)
 
         def forget(_: object) -> None:

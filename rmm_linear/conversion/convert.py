@@ -113,8 +113,7 @@ def convert(
         if filter is not None:
             accepted = functools.partial(_accepted, model, names)
             config, rejected = without_rejected(config, filter, accepted, names)
-        report, linears, packed = _choose(model, config, names, example)
-        report.skipped.update(dict.fromkeys(rejected & report.skipped.keys(), "rejected by filter"))
+        report, linears, packed = _choose(model, config, names, example, rejected)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
     sketched = {name: sketched_class(module) for name, module in linears.items()}
@@ -147,7 +146,7 @@ def convert(
 
 
 def _choose(
-    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], example: Any
+    model: nn.Module, config: RMMConfig, names: dict[nn.Module, str], example: Any, rejected: set[str]
 ) -> tuple[ConversionReport, dict[str, nn.Module], dict[str, PackedChoice]]:
     """Return what is to be converted, as a report, and the modules themselves."""
     is_sketching, names = "linear" in config.operations, outside_experts(names, config)
@@ -199,7 +198,7 @@ def _choose(
     report = ConversionReport(
         config,
         converted,
-        skipped | unpacked,
+        skipped | unpacked | {name: "rejected by filter" for name in names.values() if name in rejected},
         packed=stand_ins,
         checkpointed=inside(blocks, [*linears, *packed]),
         unfused=why_unfused(model, packed, config),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.patterns import matches
+from rmm_linear._support.patterns import expressions_for
 from rmm_linear.config import RMMConfig
 
 Filter = Callable[[nn.Module, str], Any]
@@ -51,10 +50,11 @@ def without_rejected(
     return narrowed, set(rejected)
 
 
-def _with_names(given: str | Any | None, rejected: list[str], names: Collection[str]) -> str | list[str]:
-    """Add names to ``exclude_modules``: as a list, or as a pattern where an entry would match other modules too."""
+def _with_names(given: str | Any | None, rejected: list[str], names: Collection[str]) -> list[str]:
+    """Add names to ``exclude_modules``, as patterns where they would match other modules too."""
     added = set(rejected)
-    if not isinstance(given, str) and not any(name not in added and matches(rejected, name) for name in names):
-        return [*(given or ()), *rejected]
-    before = [given] if isinstance(given, str) else [rf"(?:.*\.)?{re.escape(entry)}" for entry in given or ()]
-    return "|".join([*(f"(?:{one})" for one in before), *map(re.escape, rejected)])
+    kept = [name for name in names if name not in added]
+    suffixes = {name[at + 1 :] for name in kept for at, letter in enumerate(name) if letter == "."}
+    alone = [name for name in rejected if name in suffixes]
+    before = ["^" + given] if isinstance(given, str) else [*(given or ())]
+    return [*before, *(name for name in rejected if name not in suffixes), *expressions_for(alone)]

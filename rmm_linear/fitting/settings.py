@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.patterns import expressions_for
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.planning.blocks.find import owner_of
@@ -124,12 +125,12 @@ class Conversions:
                 overrides[_inside(blocks)] = fields
         left = [block for block in self.operations if block not in chosen]
         outside = [name for name in self._names if name and owner_of(name, self.operations) is None]
-        excluded = [_inside(left)] if left else []
-        excluded += [re.escape(name) for name in (*outside, *sorted(self._in_eval), *self._left_inside(chosen))]
+        excluded = [f"^{_inside(left)}"] if left else []
+        excluded += expressions_for((*outside, *sorted(self._in_eval), *self._left_inside(chosen)))
         return RMMConfig(
             operations=[one for one in OPERATIONS if one in used],
             overrides=overrides,
-            exclude_modules="|".join(excluded) or None,
+            exclude_modules=excluded or None,
         )
 
     def _done(self, block: str, setting: Setting) -> tuple[str, ...]:

@@ -412,7 +412,7 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     x = input.detach() if call.dtype is None else cast(input.detach(), call.dtype)
     # Made outside of the autograd function, so that layers can share it: compilers let autograd functions share nothing
     # but their inputs.
-    saved = _saved(input, x, call)
+    saved = _saved(input, weight, x, call)
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
     is_traced = call.seed is None
     return SketchedLinearFunction.run(
@@ -420,12 +420,12 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     )
 
 
-def _saved(input: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
+def _saved(input: Tensor, weight: Tensor, x: Tensor, call: LinearCall) -> tuple[Tensor, ...]:
     """Return the tensors that are saved of X; a recomputation by checkpointing replaces all of them."""
     entry = None
     if call.cache is not None:
         count = 0 if call.directions is None else call.directions.count
-        entry = call.cache.entry(input, (f"{call.spec!r} {count}", call.mask, call.dtype), call.index)
+        entry = call.cache.entry(input, weight, (f"{call.spec!r} {count}", call.mask, call.dtype), call.index)
         if entry.saved is not None:
             return entry.saved
     with torch.no_grad(), autocast_off(x.device.type):

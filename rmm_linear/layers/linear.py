@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_dtype, is_autocast
-from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.distributed import dividing, is_dtensor
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
@@ -79,7 +79,7 @@ class SketchedLayer(ConvertedModule):
         super().register_parameter(name, param)
         context = vars(self).get("rmm_context")
         if context is not None and is_dtensor(param):
-            context.ranks.join(param.device_mesh)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            context.ranks.join(param.device_mesh, dividing(param))  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
     def _set_estimator(self, estimator: NormEstimator | None) -> None:
         self.rmm_estimator = estimator
@@ -126,8 +126,8 @@ class SketchedLayer(ConvertedModule):
         layout = None if torch.compiler.is_compiling() else linear_layout(input, weight, bias)
         if layout is None:
             return F.linear(input, weight, bias)
-        if self.rmm_context is not None and layout.is_divided:
-            self.rmm_context.ranks.divided.add(self.rmm_index)
+        if self.rmm_context is not None:
+            self.rmm_context.ranks.note(self.rmm_index, input.device_mesh, layout.output, layout.of_weight)  # pyright: ignore
         return sharded_linear(self._linear, layout, input, weight, bias)
 
     def _unwatched_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -146,7 +146,7 @@ class SketchedLayer(ConvertedModule):
             plan = self._plan(shape, input.itemsize, weight, call.mask.valid_count, call.on_backward is not None)
         context, entry = own["rmm_context"], None
         if context is not None and context.sketch_cache.is_shared(own["rmm_index"]):
-            entry = context.sketch_cache.entry(input, (plan.key, call.mask, None), own["rmm_index"])
+            entry = context.sketch_cache.entry(input, weight, (plan.key, call.mask, None), own["rmm_index"])
         saved = functools.partial(self._saved_rows, plan, call, entry)
         return UnwatchedLinearFunction.plain_apply(input, weight, bias, plan.spec, call, saved)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.distributed import is_dtensor, local_view
 
 
 class Layout(NamedTuple):
@@ -32,11 +32,6 @@ class Layout(NamedTuple):
     of_weight: list[Any]
     bias: list[Any]
     of_bias: list[Any]
-
-    @property
-    def is_divided(self) -> bool:
-        """Say whether ranks compute something of their own."""
-        return any(not one.is_replicate() for one in (*self.output, *self.of_weight))
 
 
 def linear_layout(input: Any, weight: Any, bias: Any) -> Layout | None:
@@ -70,7 +65,7 @@ def sharded_linear(
     if bias is not None:
         added = bias if list(bias.placements) == layout.bias else bias.redistribute(placements=layout.bias)
         own = added.to_local(grad_placements=layout.of_bias)
-    x, w = input.to_local(grad_placements=layout.of_input), weight.to_local(grad_placements=layout.of_weight)
+    x, w = local_view(input, layout.of_input), weight.to_local(grad_placements=layout.of_weight)
     return _whole(run(x, w, own), input, layout.output, (*input.shape[:-1], weight.shape[0]))
 
 
@@ -92,7 +87,7 @@ def sharded_rows(run: Callable[[Tensor, list[Tensor]], Tensor], input: Any, tens
     """Apply a module of rows to local tensors: ``run`` gets those of the input and of the parameters."""
     output, of_parameters = layout
     own = [one.to_local(grad_placements=of_parameters) for one in tensors]
-    return _whole(run(input.to_local(grad_placements=output), own), input, output, tuple(input.shape))
+    return _whole(run(local_view(input, output), own), input, output, tuple(input.shape))
 
 
 def _whole(local: Tensor, input: Any, placements: list[Any], shape: tuple[int, ...]) -> Tensor:

@@ -174,12 +174,21 @@ def check_example(model: nn.Module, example: Any) -> None:
             f"example must have the arguments of {type(model).__name__}, and does not: {error}. They are "
             f"{', '.join(signature.parameters)}."
         ) from error
-    device = next((p.device.type for p in model.parameters()), None)
+    devices = {p.device.type for p in model.parameters()}
+    if len(devices) != 1 or any(map(_may_move_inputs, model.modules())):
+        return
+    (device,) = devices
     for leaf in tree_leaves((placed, given)):
-        if isinstance(leaf, Tensor) and device not in (None, "meta", leaf.device.type) and not leaf.is_meta:
+        if isinstance(leaf, Tensor) and leaf.device.type != device and "meta" not in (device, leaf.device.type):
             raise ValueError(
                 f"example must be on the model's device, {device}, got a tensor on {leaf.device}. Move it there."
             )
+
+
+def _may_move_inputs(module: nn.Module) -> bool:
+    """Say whether something may move inputs, or weights, before a module runs, as offloading does."""
+    own = vars(module)  # accelerate has put another forward there, and FSDP that flattens weights has no hooks
+    return bool(own["_forward_pre_hooks"] or "_hf_hook" in own or "_is_fsdp_managed_module" in own)
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:

@@ -85,6 +85,30 @@ def test_no_sharing_after(touch, overrides, kept, group):
     assert report.groups == [group]
 
 
+def test_no_sharing_through_memory_that_is_used_again():
+    """As an engine's buffer, which is written through another tensor: its version counter says nothing."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.buffer = nn.Linear(8, 4), nn.Linear(8, 4), torch.empty(40, 8)
+
+        def forward(self, first, second):
+            output = 0
+            for layer, x in ((self.a, first), (self.b, second)):
+                self.buffer.data.copy_(x)
+                output = output + layer(self.buffer.data)
+            return output
+
+    model = Reads()
+    report = convert(model, **ROUGH)
+    first, second = torch.randn(40, 8), torch.randn(40, 8)
+    for _ in range(2):
+        model.zero_grad()
+        model(first, second).sum().backward()
+    assert report.groups == []
+
+
 def test_no_sharing_between_steps():
     model = Siblings()
     convert(model, **ROUGH)

@@ -418,6 +418,20 @@ def test_a_pattern_that_can_take_forever_is_refused(pattern):
             RMMConfig(**fields)
 
 
+def test_patterns_take_a_bounded_time_together():
+    slow = {f".*a.*a.*a.*b{i}": {"bits": 8} for i in range(1000)}
+    for count in (1000, 4):
+        fields = {"overrides": dict(list(slow.items())[:count])}
+        with pytest.raises(ValueError, match=f"bounded time together, got {count + 1} patterns of which '.*a.*a"):
+            RMMConfig(**fields)
+    with pytest.raises(ValueError, match=r"exclude_modules must match every name in bounded time, got '\^\(a\+\)\+"):
+        RMMConfig(exclude_modules=["^(a+)+"])
+    with pytest.raises(ValueError, match="bounded time together, got 4 patterns"):
+        RMMConfig(target_modules=".*a.*b.*c.*d", exclude_modules=[f"^.*a.*b.*c.*{i}" for i in range(3)])
+    assert len(RMMConfig(overrides={f"layers.{i}": {"bits": 8} for i in range(1000)}).overrides) == 1000
+    assert RMMConfig(overrides={pattern: {"bits": 8} for pattern in ACCEPTED}).overrides
+
+
 def match_in_time(examples: int) -> None:
     @settings(max_examples=examples, deadline=None, database=None)
     @given(st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from(REPEATS)).map("".join), max_size=8).map("".join))

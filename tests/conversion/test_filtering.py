@@ -48,13 +48,35 @@ def test_a_rejected_module_is_in_the_report_and_in_the_file(tmp_path):
     assert converted_names(twin) == converted_names(model)
 
 
+@pytest.mark.parametrize("kind", FILTERS)
+def test_every_rejected_module_is_in_the_report(kind):
+    model, answers = tiny_model("llama"), {}
+    accepts = lambda module, name: answers.setdefault(name, FILTERS[kind](module, name))  # noqa: E731
+    report = convert(model, filter=accepts)
+    rejected = {name for name, answer in answers.items() if not answer}
+    assert {name for name, reason in report.skipped.items() if reason == "rejected by filter"} == rejected
+    assert not rejected & report.uncompressed.keys()
+
+
+def test_a_filter_may_reject_any_number_of_modules_whose_names_others_end_in(tmp_path):
+    part = lambda: nn.ModuleDict({f"a_long_name_of_layer_{i}": nn.Linear(4, 4) for i in range(150)})  # noqa: E731
+    make = lambda: nn.ModuleDict({**part(), "inner": part()})  # noqa: E731
+    model, twin = make(), make()
+    report = convert(model, filter=lambda module, name: name.startswith("inner.") and not name.endswith("0"))
+    assert set(report.converted) == {f"inner.a_long_name_of_layer_{i}" for i in range(150) if i % 10}
+    assert len(report.config.exclude_modules) == 2 * 15 + 2  # names, and patterns for 135 others
+    save_conversion(model, tmp_path)
+    convert_as_saved(twin, tmp_path)
+    assert converted_names(twin) == converted_names(model)
+
+
 @pytest.mark.parametrize("given", [None, ["b"], r"b\..*"])
 def test_a_name_is_excluded_alone_where_others_end_in_it(given):
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.ModuleDict({"a": nn.Linear(4, 4), "c": nn.Linear(4, 4)})})
     model["d"] = nn.ModuleDict({"a": nn.Linear(4, 4)})
     report = convert(model, exclude_modules=given, filter=lambda module, name: name != "a")
     assert list(report.converted) == [*([] if given == r"b\..*" else ["b.a", "b.c"]), "d.a"]
-    assert isinstance(report.config.exclude_modules, str)
+    assert report.config.exclude_modules[-1] == "^(?:a)"
 
 
 @pytest.mark.parametrize(

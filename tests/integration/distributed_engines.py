@@ -16,7 +16,7 @@ from distributed_helpers import apart, projection
 from helpers import seeds_of, tiny_model
 from torch import nn
 from torch.distributed import pipelining as pp
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -264,6 +264,42 @@ def zero(case, settings, stage, first=True):
         return float(both) / 2, found
 
     return step
+
+
+# Replicas of a tensor parallel group: a mesh of two by two.
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def replicas():
+    """Gradients of a norm's weight on this rank, of one batch: (case, replica's generator) to them."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole, data, found = Replicate(), mesh.get_coordinate()[0], {}
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    for case, operations, passes in (("at once", ("linear", "norm"), 0), ("later", ("norm",), 5)):
+        torch.manual_seed(0)
+        model = Block()
+        convert(model, **{**ROUGH_BODY, "operations": operations}, norm_bits=2)
+        for _ in range(passes):
+            model(x).sum().backward()
+        model.zero_grad()
+        for module, place in ((model.norm, whole), (model.up, Shard(0)), (model.down, Shard(1))):
+            for name, one in module.named_parameters():
+                divided = distribute_tensor(one.detach(), mesh, [whole, place])
+                module.register_parameter(name, nn.Parameter(divided))
+        rows = DTensor.from_local(x, mesh, [Shard(0), whole], run_check=False)
+        for generator, seed in (("one", 3), ("own", 3 + data)):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            output = model(rows).redistribute(placements=[Shard(0), whole]).to_local()
+            output.square().sum().backward()
+            found[f"{case}, {generator}"] = model.norm.weight.grad.to_local().tolist()
+    return found
 
 
 SECOND = ((0, 2), (1, 3)), ((0, 3), (1, 2))

@@ -49,6 +49,10 @@ def main():
         }
     elif part == "engines":
         found = engines(*sys.argv[3:], output)
+    elif part == "mesh":
+        import distributed_engines
+
+        found = distributed_engines.replicas()
     elif part.startswith("whole"):
         import distributed_whole as whole
 

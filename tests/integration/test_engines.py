@@ -132,3 +132,12 @@ def test_copies_of_a_parameter_get_the_same_gradient(run, engine, case):
 def test_what_would_be_wrong_in_silence_is_refused(run, what):
     for rank in run("refused", ""):
         assert REFUSED[what] in rank[what]
+
+
+@pytest.mark.stack
+def test_replicas_of_a_tensor_parallel_group_draw_other_numbers(tmp_path):
+    """Two by two: a norm's gradient is the same within a group, and has other noise in its replica."""
+    first, second, *replica = run_ranks("mesh", tmp_path, count=4)
+    for case, gradient in first.items():
+        assert gradient == second[case]
+        assert replica[0][case] == replica[1][case] != gradient

@@ -1,4 +1,4 @@
-"""torchao, torchtitan and axolotl, which `make test-hosts` installs next to the other packages: one switch each."""
+"""torchao, torchtitan, axolotl and Liger, which `make test-hosts` installs next to the other packages."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ import torch
 from helpers import converted_names, step, tiny_model
 from torch import nn
 
-from rmm_linear import RMMConfig, revert
+from rmm_linear import RMMConfig, convert, revert
 from rmm_linear.memory import track_saved
 
 pytestmark = [pytest.mark.stack, pytest.mark.filterwarnings("ignore")]
@@ -231,3 +231,23 @@ def test_the_section_may_be_left_out_or_be_a_budget(axolotl, caplog):
         read(lora_o_kernel=True)
     assert any("lora_o_kernel is on: what axolotl's kernels save stays" in one for one in caplog.messages)
     assert json.dumps(read(rmm={"bits": 4}).rmm) == '{"bits": 4}'
+
+
+# Liger, whose kernels run on accelerators alone: what is converted next to its layers
+
+
+def test_a_model_with_ligers_layers_is_converted_and_the_report_says_what_stays():
+    pytest.importorskip("liger_kernel")
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model, plain = tiny_model("llama"), convert(tiny_model("llama"), dry_run=True)
+    apply_liger_kernel_to_llama(model=model)
+    report = convert(model)
+    assert report.converted.keys() == plain.converted.keys()
+    assert {one.operation for one in report.packed.values()} == {"attention", "activation"}
+    products = [f"model.layers.{layer}.mlp" for layer in (0, 1)]
+    assert report.skipped.keys() == {"lm_head", *products}
+    assert report.skipped["lm_head"] == "Liger's fused loss is on, which computes no logits"
+    assert all(report.skipped[name].startswith("its forward method was replaced on the object") for name in products)
+    revert(model)
+    assert not converted_names(model)
