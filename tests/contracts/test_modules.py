@@ -475,7 +475,8 @@ def test_fused_outputs_differ_in_last_bits_and_gradients_do_not(name, dtype, ker
 def compiled_members():
     """One of each mechanism that a whole model in one graph has not, and the others at length.
 
-    tests/integration/test_compiled_models.py compiles a model with the rest: linears, an activation, dropout, attention.
+    tests/integration/test_compiled_models.py compiles a model with the rest: linears, an activation, dropout and
+    attention.
     """
     for one in members("compile"):
         marks = [

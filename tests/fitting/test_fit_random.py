@@ -195,7 +195,7 @@ def test_a_budget_below_the_parameters_has_no_batch():
         (rows(), "8 gigs", ValueError, "memory must be a size"),
         (lambda: 1, "1MB", ValueError, "a function as the example does not allow"),
         (rows(0), "1MB", ValueError, "of one row or more"),
-        ({}, "1MB", ValueError, "must be a batch with tensors"),
+        ({}, "1MB", TypeError, "must have the arguments of Sequential"),
         (torch.tensor(1.0), "1MB", ValueError, "must be a batch with tensors"),
     ],
 )

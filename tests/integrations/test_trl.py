@@ -67,7 +67,9 @@ def test_a_conversion_counts_what_is_trained_and_no_more(kind, tmp_path, capsys)
     counts = [name for name in plain[0] if name.startswith(("num_", "completions/"))]
     assert counts
     assert [[entry.get(name) for name in counts] for entry in found][:1] == [[plain[0][name] for name in counts]]
-    assert [entry.keys() for entry in found] == [entry.keys() for entry in plain]  # the log of ratios takes none of them
+    assert [entry.keys() for entry in found] == [
+        entry.keys() for entry in plain
+    ]  # the log of ratios takes none of them
     out = capsys.readouterr().out
     assert f"{OFF}compressed activations save the memory in its place" in " ".join(out.split())
     assert "checkpointing recomputes" not in out
