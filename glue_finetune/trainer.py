@@ -97,7 +97,7 @@ class GlueTrainer(Trainer):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the exact model's is none of this run's
         if self.is_world_process_zero():
-            tqdm.write(found.line())
+            tqdm.write(f"{found.line()}{found.note()}")
         return {
             BY_OPERATION: {name: dataclasses.asdict(memory) for name, memory in found.operations.items()},
             LINEAR_EXACT: dataclasses.replace(report, memory=found).linear_exact,

@@ -39,8 +39,8 @@ from rmm_linear.integrations.trainers import (
     is_trainer,
     loss_call,
     prepared_inputs,
-    untraced,
     turn_off_checkpointing,
+    untraced,
 )
 
 __all__ = ["ProbeCallback", "RMMCallback", "SketchStateCallback"]
