@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from rmm_linear._support.progress import reporting, stage
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear.context.checkpointing import how_to_turn_off, is_checkpointed, uncheckpointed
+from rmm_linear.context.checkpointing import FLAGS, how_to_turn_off, is_checkpointed, uncheckpointed
 from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, revert
@@ -100,6 +100,7 @@ class _Patient:
     optimizer: Any
     accumulate: bool = False
     is_trainer: bool = False
+    is_checkpointed_later: bool = False  # when its Trainer begins
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -132,7 +133,8 @@ def _of_trainer(trainer: Any, batch: Any, optimizer: Any) -> Iterator[_Patient]:
                 kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
                 optimizer = partial(kind, **settings)
             example = example_of(trainer, model, trainer._prepare_inputs(batch))
-            yield _Patient(model, example, optimizer, trainer.args.gradient_accumulation_steps > 1, True)
+            later = any(getattr(trainer.args, flag, False) is True for flag in FLAGS) and not is_checkpointed(model)
+            yield _Patient(model, example, optimizer, trainer.args.gradient_accumulation_steps > 1, True, later)
     finally:
         trainer.accelerator._dataloaders[:] = loaders
 
@@ -241,6 +243,12 @@ class _Examination:
         return [Finding("conversion", f"{text}.", max(gain, 0), self._to_type())]
 
     def _checkpointing(self) -> list[Finding]:
+        if self.given.is_checkpointed_later:
+            text = (
+                "the Trainer's arguments turn it on (gradient_checkpointing=True, TRL's default): the figures are "
+                'without it. RMMCallback turns it off in its place; checkpointing="keep" leaves it on.'
+            )
+            return [Finding("checkpointing", text)]
         if not self.is_checkpointed:
             return []
         text = (
@@ -354,7 +362,8 @@ class _Examination:
         config = getattr(self.model, "config", None)
         if attention := getattr(config, "_attn_implementation", None):
             text += f"; attention: {attention}"
-        return f"{text}; checkpointing: {'on' if self.is_checkpointed else 'off'}."
+        later = ", on in training" if self.given.is_checkpointed_later else ""
+        return f"{text}; checkpointing: {'on' if self.is_checkpointed else 'off'}{later}."
 
     def _batch(self) -> str:
         example = self.example.batch if hasattr(self.example, "batch") else self.example
@@ -392,13 +401,14 @@ class _Examination:
         model: Any = self.model
         if hasattr(model, "can_generate") and model.can_generate() and getattr(model.config, "use_cache", False):
             lines.append("model.config.use_cache = False  # or blocks cannot be recomputed")
-        budget = self._share(self.options[least], now) if least else '"least"'
-        return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}))"])
-
-    def _share(self, after: StepMemory, now: StepMemory) -> float:
-        """Return a budget that compression alone meets, of a peak without the optimizer's state."""
-        share = (after.peak - self.static.optimizer) / (now.peak - self.static.optimizer)
-        return min(math.ceil(20 * share + 0.2) / 20, 1.0)
+        budget = min(math.ceil(20 * self.options[least].peak / now.peak + 0.2) / 20, 1.0) if least else '"least"'
+        optimizer = self.given.optimizer
+        if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
+            lines.insert(0, "import torch")
+            state = f", optimizer=torch.optim.{optimizer.__name__}"
+        else:
+            state = "" if optimizer is None else ", optimizer=optimizer"
+        return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}{state}))"])
 
 
 def _configurations(model: nn.Module) -> list[Any]:
