@@ -138,7 +138,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         if trainer is not None and not is_trainer(trainer):
             raise TypeError(
                 f"trainer must be a transformers Trainer or None, got {type(trainer).__name__}. "
-                "Leave it out: the callback finds its Trainer when training begins."
+                "Leave it out: the callback finds its Trainer when training begins. A budget is given as fit=, a "
+                "configuration as convert=."
             )
         if convert is not None and not isinstance(convert, RMMConfig):
             raise TypeError(
