@@ -9,7 +9,7 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.planning.fit_steps import step_of
 from benchmarks.planning.long_longest import EXACT as EXACT_ONLY
-from benchmarks.planning.long_longest import MEMORIES, UNSLOTH, Longest, picture
+from benchmarks.planning.long_longest import COMMANDS, MEMORIES, UNSLOTH, Longest, picture
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import CHUNKED, Stored, errors, gradients_of, plan_of, small
 from benchmarks.planning.long_tiles import TILED, WHOLE, Working
@@ -47,7 +47,8 @@ def test_published_sequences_are_longer_than_what_others_say() -> None:
     rows = read_rows(RESULTS / "long-longest.csv", Longest)
     assert all(row.command.endswith(EXACT_ONLY) or f"{EXACT_ONLY} --host-memory" in row.command for row in rows)
     assert all(row.exact < row.checkpointed < row.tokens and row.peak <= row.memory for row in rows)
-    first, limited, state = rows[:3]  # without a limit of the host, with one, and with all weights trained
+    known = {row.command: row for row in rows}
+    first, limited, state = map(known.__getitem__, COMMANDS[:3])  # no limit of the host, one, and all weights trained
     assert first.tokens >= 800_000 > limited.tokens > UNSLOTH[MEMORIES[-1]]
     assert first.bytes_per_token <= 91_000
     assert "host memory" in limited.binds
