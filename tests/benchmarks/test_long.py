@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.planning.fit_steps import step_of
-from benchmarks.planning.long_longest import EXACT as EXACT_ONLY
 from benchmarks.planning.long_longest import COMMANDS, MEMORIES, UNSLOTH, Longest, picture
+from benchmarks.planning.long_longest import EXACT as EXACT_ONLY
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import CHUNKED, Stored, errors, gradients_of, plan_of, small
 from benchmarks.planning.long_tiles import TILED, WHOLE, Working
