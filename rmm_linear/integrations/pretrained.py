@@ -128,7 +128,7 @@ def convert_as_saved(
     model, path = unwrapped(model), Path(folder) / CONFIG_FILE
     if (path.parent / PLAN_FILE).is_file():
         return _planned_as_saved(model, path, offload_folder)
-    if not path.is_file():
+    if not path.exists():
         hint = (
             f"It has the state of sketches alone ({STATE_FILE}), as checkpoints of a Trainer do: convert the model as "
             "for that training, and resume it with the same callback, which restores the state."
