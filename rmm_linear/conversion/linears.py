@@ -70,7 +70,9 @@ def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
 
 
 def _narrow(chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Say which trained layers have inputs that are not worth a code, as ``lora_B`` has: its noise, for few bytes."""
+    """Say which trained layers beside frozen ones have inputs that are not worth a code, as ``lora_B`` has."""
+    if all(module.weight.requires_grad for module in chosen.values()):
+        return {}
     features = {name: linear_features(module)[0] for name, module in chosen.items()}
     widest = max(features.values(), default=0)
     return {
