@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.planning.fit_steps import step_of
-from benchmarks.planning.long_longest import COMMANDS, MEMORIES, UNSLOTH, Longest, picture
-from benchmarks.planning.long_longest import EXACT as EXACT_ONLY
+from benchmarks.planning.long_longest import Longest
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import CHUNKED, Stored, errors, gradients_of, plan_of, small
 from benchmarks.planning.long_tiles import TILED, WHOLE, Working
@@ -41,20 +40,6 @@ def test_published_tiles_take_the_same_at_every_length() -> None:
         assert max(row.weight_error for row in tiled) < 1e-5
     last = {row.provider: row.tensors for row in rows if row.module == "MLP"}
     assert last[TILED] <= 6 < 40 < last[WHOLE]
-
-
-def test_published_sequences_are_longer_than_what_others_say() -> None:
-    rows = read_rows(RESULTS / "long-longest.csv", Longest)
-    assert all(row.command.endswith(EXACT_ONLY) or f"{EXACT_ONLY} --host-memory" in row.command for row in rows)
-    assert all(row.exact < row.checkpointed < row.tokens and row.peak <= row.memory for row in rows)
-    known = {row.command: row for row in rows}
-    first, limited, state = map(known.__getitem__, COMMANDS[:3])  # no limit of the host, one, and all weights trained
-    assert first.tokens >= 800_000 > limited.tokens > UNSLOTH[MEMORIES[-1]]
-    assert first.bytes_per_token <= 91_000
-    assert "host memory" in limited.binds
-    assert limited.host_bytes <= 128e9 < first.host_bytes
-    assert state.tokens >= 800_000
-    assert picture(rows).axes[0].get_xlabel() == "memory of the device, GiB"
 
 
 def test_a_plan_for_all_layers_has_the_gradients_of_the_exact_one(tmp_path: Path) -> None:
