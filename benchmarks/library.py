@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 from rmm_linear import packing
-from rmm_linear._support import provenance
+from rmm_linear._support import provenance, tables
 from rmm_linear._support.files import write_text
 from rmm_linear._support.installing import INSTALL_EXTRA
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.sizes import read_bytes
-from rmm_linear._support.tables import table
 from rmm_linear.backends.triton import kernels
 from rmm_linear.config import OPERATIONS, QUALITIES, RMMConfig
 from rmm_linear.context.learned import STEPS as LEARNING_STEPS
@@ -64,3 +65,5 @@ from rmm_linear.variance.standins.attention import AttentionNoise, simulate_atte
 from rmm_linear.variance.survey.batches import make_batches
 from rmm_linear.variance.survey.records import LayerRecord, record_layers
 from rmm_linear.variance.survey.survey import medians
+
+table = functools.partial(tables.table, width=10**6)  # tables of pages scroll

@@ -98,10 +98,10 @@ class RMMConfig(SavedSettings):
         fused: Whether outputs of activations, gated products, dropout and, without autocast, norms are made in the pass
             that packs, where Triton's kernels run: a third fewer bytes move, and outputs differ in their last bits.
             Dropout saves a seed instead of bits, and its random numbers are not PyTorch's.
-        target_modules: Linear layers to convert: "all-linear" (all but the output head, and, beside frozen layers, trained ones whose
-            input has at most a 32nd of the widest one's features, as ``lora_B`` has), a regular expression that the
-            whole name must match, or a list of names, each exact or a dotted suffix ("query", "attention.self.query");
-            an entry that begins with ^ is a regular expression.
+        target_modules: Linear layers to convert: "all-linear" (all but the output head, and, beside frozen layers,
+            trained ones whose input has at most a 32nd of the widest one's features, as ``lora_B`` has), a regular
+            expression that the whole name must match, or a list of names, each exact or a dotted suffix ("query",
+            "attention.self.query"); an entry that begins with ^ is a regular expression.
         exclude_modules: Modules not to convert, of any operation; a regular expression or a list as above.
         overrides: Pattern to fields that differ for the layers it matches, such as ``{"query": {"ratio": 0.5}}``. A
             pattern is a name, a dotted suffix or a regular expression for the whole name; the first match is used.
