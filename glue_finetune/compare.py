@@ -344,12 +344,14 @@ COLUMNS: dict[str, Callable[[dict[str, float]], str]] = {
 }
 
 
+_WIDTH = 10**6  # a file of Markdown scrolls
+
+
 def format_table(table: pd.DataFrame, columns: dict[str, Callable[[dict[str, float]], str]] = COLUMNS) -> str:
     """Write a summary in Markdown; `columns` maps the title of each after the first to what makes a cell of a row."""
     rows: dict[Any, Any] = table.to_dict("index")
-    return markdown(
-        ("setting", *columns), [(str(label), *(cell(row) for cell in columns.values())) for label, row in rows.items()]
-    )
+    cells = [(str(label), *(cell(row) for cell in columns.values())) for label, row in rows.items()]
+    return markdown(("setting", *columns), cells, _WIDTH)
 
 
 def _title(result: dict[str, Any]) -> str:

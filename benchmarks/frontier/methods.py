@@ -64,7 +64,7 @@ def _converted(model: nn.Module, **fields: Any) -> nn.Module:
 class _OwnSketches(SketchCache):
     """Shares nothing: published layers that read the same input keep a sketch each."""
 
-    def entry(self, source: Tensor, key: Any, index: int) -> CacheEntry:
+    def entry(self, source: Tensor, weight: Tensor | None, key: Any, index: int) -> CacheEntry:
         return CacheEntry(weakref.ref(source), source._version, [index])
 
 

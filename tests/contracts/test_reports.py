@@ -143,6 +143,9 @@ CASES = {
     "running probe": lambda: GradientProbe(nn.Sequential(nn.Linear(8, 8))),
     "saved": saved,
     "peak": live,
+    "doctor": lambda: rmm_linear.doctor(
+        nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)), torch.ones(512, 32), noise=False
+    ),
     "bptt": lambda: plan_bptt(10**4, slots=100),
     "chain": lambda: minimum_peak([1] * 100_000),
     "sweep": lambda: SweepReport(10**9, 10**10, 10**5, 10**6, 10**12, 10**6, 0.1, 0.1, 123456.789, 0.5),

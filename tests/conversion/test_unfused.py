@@ -42,9 +42,9 @@ def test_norms_and_composed_activations_are_off_under_autocast():
     model = nn.Module()
     model.layer, model.act, model.gelu = nn.ModuleList(blocks), nn.GELU(), copy.deepcopy(ACT2FN["gelu"])
     line = "fused=True has no effect on {} under autocast, which chooses a dtype for each function."
-    assert unfused(model) == line.format("layer.*.norm, layer.*.act")
+    assert unfused(model) == line.format("layer.{0-1}.norm, layer.{0-1}.act")
     assert unfused(tiny_model("roberta")).count("\n") == 0
-    assert "layer.*.output.LayerNorm" in unfused(tiny_model("roberta"))
+    assert "layer.{0-1}.output.LayerNorm" in unfused(tiny_model("roberta"))
 
 
 def test_modules_in_place_are_named():
