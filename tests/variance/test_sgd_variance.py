@@ -154,7 +154,7 @@ def test_required_ratio_finds_a_quiet_ratio_below_rows_that_are_stored_as_they_a
     y *= mask.unsqueeze(1)
     given = {"kind": kind, "bits": 1, "mask": mask if masked else None}
     sgd = float(sgd_variance(x, y, samples=(16, 4)))
-    noises = [float(sketch_variance(x, y, rows=rows, **given)) / sgd for rows in range(1, 129)]
+    noises = [float(sketch_variance(x, y, rows=rows, **given)) / sgd for rows in range(1, 65)]
     for share in (0.3, 0.7, 1.5):
         target = min(noises) + share * (noises[-1] - min(noises))
         quiet = [rows for rows, noise in enumerate(noises, start=1) if noise <= target]
