@@ -21,8 +21,16 @@ class Report:
         raise NotImplementedError
 
     def table(self) -> str:
-        """Return the whole report; ``print`` shows it in short."""
-        raise NotImplementedError
+        """Return the whole report; ``print`` shows it in short.
+
+        Returns:
+            Text.
+        """
+        return self._text(is_whole=True)
+
+    def _text(self, *, is_whole: bool) -> str:
+        """Write the report in short, or whole; one that has a single form has :meth:`table` instead."""
+        return self.table()
 
     def _records(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows of :meth:`to_dataframe`."""
@@ -44,7 +52,7 @@ class Report:
         return pd.DataFrame.from_records([*self._records()])
 
     def __str__(self) -> str:
-        return self.table()
+        return self._text(is_whole=False)
 
     def __repr__(self) -> str:
         first, *more = self.summary().split("\n")

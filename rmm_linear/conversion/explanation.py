@@ -124,19 +124,8 @@ class Explanation(Report):
         """Return what a recomputed block saves while it is recomputed, in lines of its own; "" where none is."""
         return "" if self.recomputed is None else f"\n{wrapped(_recomputed_line(self.recomputed), 2)}"
 
-    def __str__(self) -> str:
-        """Return the totals, hints, and tables: of operations, of what remains, and of layers that save something."""
-        return self._text(is_whole=False)
-
-    def table(self) -> str:
-        """Return the same with every layer and everything that remains, in rows of their own.
-
-        Returns:
-            Text.
-        """
-        return self._text(is_whole=True)
-
     def _text(self, *, is_whole: bool) -> str:
+        """Write the totals, hints, and tables: of operations, of what remains, and of layers, all of them or a few."""
         line = f"\n{wrapped(self.line(), 2)}" if self.before or self.after else ""
         hints = "".join(f"\n{wrapped(f'hint: {hint}', 2)}" for hint in self.hints)
         between = "\n\n" if line else "\n"

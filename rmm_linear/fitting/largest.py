@@ -52,21 +52,11 @@ class LargestBatch(Report):
         bytes_ = (f"peak={show_bytes(self.peak)}", f"budget={show_both(self.memory)}")
         return keyed("rmm_linear max_batch:", (*sizes, *bytes_))
 
-    def __str__(self) -> str:
-        return self._text()
-
-    def table(self) -> str:
-        """Return the same, and the plan.
-
-        Returns:
-            Text.
-        """
-        return self._text() if self.plan is None else f"{self._text()}\n\n{self.plan.table()}"
-
-    def _text(self) -> str:
+    def _text(self, *, is_whole: bool) -> str:
+        plan = self.plan.table() if is_whole and self.plan is not None else ""
         rows = [(str(one["method"]), f"{one['sequences']:,}") for one in self._records()]
         notes = "\n".join(wrapped(f"Note: {note}", 2) for note in self.notes)
-        return "\n\n".join(filter(None, [self.summary(), table(("largest batch", "sequences"), rows), notes]))
+        return "\n\n".join(filter(None, [self.summary(), table(("largest batch", "sequences"), rows), notes, plan]))
 
     def _records(self) -> list[dict[str, Any]]:
         found = {"exact": self.exact, "every block recomputed": self.checkpointed, "fitted": self.batch}

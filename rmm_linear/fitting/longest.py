@@ -74,18 +74,8 @@ class LongestSequence(Report):
         sizes = (f"length={self.length}", f"exact={self.exact}", f"checkpointed={self.checkpointed}")
         return keyed("rmm_linear max_length:", (*sizes, f"budget={show_both(self.memory)}"))
 
-    def __str__(self) -> str:
-        return self._text()
-
-    def table(self) -> str:
-        """Return the same, and the plan.
-
-        Returns:
-            Text.
-        """
-        return self._text() if self.plan is None else f"{self._text()}\n\n{self.plan.table()}"
-
-    def _text(self) -> str:
+    def _text(self, *, is_whole: bool) -> str:
+        plan = self.plan.table() if is_whole and self.plan is not None else ""
         rows = [(str(one["method"]), f"{one['tokens']:,}") for one in self._records()]
         peaks = f"{show_bytes(self.peak)} on the device, {show_bytes(self.host_bytes)} on the host"
         said = [
@@ -94,7 +84,7 @@ class LongestSequence(Report):
             f"What binds: {self.binds}.",
         ]
         parts = [self.summary(), table(("longest sequence", "tokens"), rows), "\n".join(wrapped(s, 2) for s in said)]
-        return "\n\n".join(filter(None, [*parts, "\n".join(wrapped(f"Note: {note}", 2) for note in self.notes)]))
+        return "\n\n".join(filter(None, [*parts, "\n".join(wrapped(f"Note: {note}", 2) for note in self.notes), plan]))
 
     def _records(self) -> list[dict[str, Any]]:
         found = {"exact": self.exact, "every block recomputed": self.checkpointed, "fitted": self.length}

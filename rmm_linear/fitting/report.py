@@ -95,17 +95,6 @@ class FitReport(Report):
         parts += [] if self.noise is None else [f"variance_ratio={self.noise:.3g}"]
         return keyed("rmm_linear fit:", [*parts, *(f"{option}={count}" for option, count in counts.items())])
 
-    def __str__(self) -> str:
-        return self._text(is_whole=False)
-
-    def table(self) -> str:
-        """Return the same with a row for every block.
-
-        Returns:
-            Text.
-        """
-        return self._text(is_whole=True)
-
     def _text(self, *, is_whole: bool) -> str:
         blocks = self.plan.block_table(is_whole=is_whole, has_noise=self.noise is not None)
         said = list[str]()

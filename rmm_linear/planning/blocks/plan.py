@@ -156,17 +156,6 @@ class BlockPlan(Plan):
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
-    def __str__(self) -> str:
-        return self._text(is_whole=False)
-
-    def table(self) -> str:
-        """Return a row for every block.
-
-        Returns:
-            Text.
-        """
-        return self._text(is_whole=True)
-
     def _text(self, *, is_whole: bool) -> str:
         said = [wrapped(f"Note: {self.note}")] if self.note else []
         return "\n".join([self.summary(), self.block_table(is_whole=is_whole), *said])
