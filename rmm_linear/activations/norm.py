@@ -19,7 +19,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.layers.function import SavingFunction
-from rmm_linear.layers.sharded import rows_layout, sharded_rows
+from rmm_linear.layers.sharded import rows_layout, say_exact, sharded_rows
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
 
@@ -103,7 +103,8 @@ class PackedNorm(PackedModule):
     def _sharded(self, input: Tensor, dims: int) -> Tensor:
         """Normalize the rows that this rank has of a tensor parallel model; exactly in compiled code."""
         own = {name: one for name, one in self._parameters.items() if one is not None}
-        layout = None if torch.compiler.is_compiling() else rows_layout(input, list(own.values()), dims)
+        is_exact = torch.compiler.is_compiling() and say_exact()
+        layout = None if is_exact else rows_layout(input, list(own.values()), dims)
         if layout is None:
             return super().forward(input)
         if self.rmm_context is not None:

@@ -27,7 +27,7 @@ from rmm_linear.layers.function import (
     spec_of,
     unsaved_linear,
 )
-from rmm_linear.layers.sharded import linear_layout, sharded_linear
+from rmm_linear.layers.sharded import linear_layout, say_exact, sharded_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_view_of_more, save
 from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms
@@ -123,7 +123,8 @@ class SketchedLayer(ConvertedModule):
 
     def _sharded_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Apply the layer to the part of a tensor parallel one that this rank has; exactly in compiled code."""
-        layout = None if torch.compiler.is_compiling() else linear_layout(input, weight, bias)
+        is_exact = torch.compiler.is_compiling() and say_exact()
+        layout = None if is_exact else linear_layout(input, weight, bias)
         if layout is None:
             return F.linear(input, weight, bias)
         if self.rmm_context is not None:

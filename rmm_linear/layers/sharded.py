@@ -15,6 +15,8 @@ draw alike, see :mod:`rmm_linear.context.ranks`.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +24,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.distributed import is_dtensor, local_view
+
+logger = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
@@ -32,6 +36,21 @@ class Layout(NamedTuple):
     of_weight: list[Any]
     bias: list[Any]
     of_bias: list[Any]
+
+
+@torch.compiler.assume_constant_result
+def say_exact() -> bool:
+    """Warn, while code is compiled, that tensor parallel modules are exact in it; the graph has nothing of it."""
+    return _say_exact()
+
+
+@functools.cache
+def _say_exact() -> bool:
+    logger.warning(
+        "Tensor parallel linear layers and norms are exact in compiled code, whose operators draw other numbers on "
+        "every rank: they save what they do without rmm_linear. Train without torch.compile to compress them."
+    )
+    return True
 
 
 def linear_layout(input: Any, weight: Any, bias: Any) -> Layout | None:
