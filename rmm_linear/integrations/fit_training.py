@@ -212,7 +212,7 @@ class FitCallback(TrainerCallback):
                 accumulate = trainer.args.gradient_accumulation_steps > 1
                 options = {"optimizer": trainer.optimizer, "accumulate": accumulate, **self._settings()}
                 if options.get("progress") is not False:  # a log has no lines of progress
-                    print(f"rmm_linear: planning a fit for a batch of {size:,} elements, for the time of many steps ...")
+                    print(f"rmm_linear: planning a fit for {size:,} elements, which takes as long as many steps")
                 report = fit(model, example, **options)
                 found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
             except Exception as error:  # other processes wait for an answer, whatever it is

@@ -52,7 +52,7 @@ def test_a_plan_that_changes_nothing_leaves_no_trace_in_the_logs(kind, tmp_path,
     assert callback.fit_report.is_exact
     assert logs(trainer) == plain
     out = capsys.readouterr().out
-    assert "rmm_linear: planning a fit for a batch of " in out
+    assert "rmm_linear: planning a fit for " in out
     assert "Note: Activation checkpointing was on, and is off as long as the plan is" in out
     # GRPO's loss reads numbers for its metrics; SFT's is the model's own.
     assert any("each was guessed to be 1" in note for note in callback.fit_report.notes) or kind.startswith("sft")
