@@ -44,10 +44,15 @@ def choose_linears(
             skipped[name] = reason
         else:
             chosen[name] = module
-    if config.target_modules == RMMConfig.target_modules:
+    is_frozen = any(module not in heads and not _trains(module) for module in linears.values())
+    if config.target_modules == RMMConfig.target_modules and is_frozen:
         skipped |= _narrow(chosen)
         chosen = {name: module for name, module in chosen.items() if name not in skipped}
     return chosen, skipped
+
+
+def _trains(layer: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
@@ -71,8 +76,6 @@ def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
 
 def _narrow(chosen: dict[str, nn.Module]) -> dict[str, str]:
     """Say which trained layers beside frozen ones have inputs that are not worth a code, as ``lora_B`` has."""
-    if all(module.weight.requires_grad for module in chosen.values()):
-        return {}
     features = {name: linear_features(module)[0] for name, module in chosen.items()}
     widest = max(features.values(), default=0)
     return {

@@ -179,3 +179,20 @@ def test_stand_ins_take_the_bytes_of_bitsandbytes():
     assert found.parameters == expected.parameters
     assert found.buffers == expected.buffers - LAYERS * (16 + 256 + 1) * 4
     assert simulate(adapted()[1], batch("meta")).bytes == simulate(theirs, batch("meta")).bytes
+
+
+@pytest.mark.parametrize("weights", ["whole", "stand-ins", "bitsandbytes", "trained"])
+def test_narrow_layers_beside_frozen_ones_stay_exact(weights):
+    """A code of ``lora_B``'s input would free few bytes; where all layers train, no layer is an adapter."""
+    if weights == "bitsandbytes":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: the test extra has it on Linux")
+        model = with_adapters(in_bitsandbytes(llama("meta"), 4, device="meta"))
+    else:
+        model = adapted()[weights == "stand-ins"]
+        if weights == "trained":
+            model.requires_grad_()
+    report = convert(model, min_rows=16)
+    found = {name for name, reason in report.skipped.items() if "its input has 4 features, others up to 512" in reason}
+    adapters = {name for name, _ in model.named_modules() if name.endswith("lora_B.default")}
+    assert len(adapters) == LAYERS
+    assert found == (set() if weights == "trained" else adapters)
