@@ -80,6 +80,14 @@ def _few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "REPEATS", 1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _only_new_objects_are_looked_at() -> Iterator[None]:
+    """Leave what earlier files left, compiled code and caches, out of every later search for cycles."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[LazyLogits]:
     """Logits that were computed, once for each time."""

@@ -389,6 +389,7 @@ def test_the_example_says_what_experts_save():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.thorough
 def test_compiled_code_is_divided_and_says_so(caplog):
     model, batch = moe_model("mixtral")
     logits = model(**batch).logits.detach()

@@ -90,6 +90,7 @@ def test_suites_measure_and_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "growth-cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_chains(tmp_path: Path) -> None:
     run(tmp_path, "chains")
     for folder in (tmp_path, RESULTS):

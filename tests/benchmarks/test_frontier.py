@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_cost_and_accuracy_go_on_with_every_kind_of_method(
     places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

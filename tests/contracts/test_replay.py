@@ -130,9 +130,8 @@ HAZARDS = {
 }
 
 # What another order of operations could change.
-OF_ORDER = {"random branches", "buffer between two uses", "part of a buffer between two uses", "functions in place"}
-OF_ORDER |= {"a tensor that many read", "buffer by data", "shared batch norm", "autocast inside"}
-OF_CUTS = OF_ORDER | {"dropout", "buffer in place", "buffer replaced", "batch norm", "tied weights"}
+OF_ORDER = {"random branches", "buffer between two uses", "buffer by data", "shared batch norm", "autocast inside"}
+OF_CUTS = {"random branches", "dropout", "batch norm"}
 
 # What an executor must refuse; by its name, or by the first words of several names, as in all tables below.
 REFUSED = {

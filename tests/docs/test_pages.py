@@ -20,7 +20,12 @@ from transformers import (
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.planning.chains.schedules import recomputed
 
-WITH_SNIPPETS = [page for page in PAGES if blocks(page, "python")]
+LONG = ("docs/planning/long-context.md", "docs/planning/paper-sizes.md")  # models of billions of parameters
+WITH_SNIPPETS = [
+    pytest.param(page, marks=[pytest.mark.thorough] * (name(page) in LONG), id=name(page))
+    for page in PAGES
+    if blocks(page, "python")
+]
 LORA_A = "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.default"
 WITHOUT_SKETCHES = ("docs/planning/graphs.md", "docs/planning/tiles.md")
 # PyTorch 2.6 does not run fully_shard on CPU, nor trace whole models of a newer transformers.
@@ -178,7 +183,7 @@ def model_of_a_hub(monkeypatch):
     return {"ids": ids, "dataset": [{"input_ids": row, "labels": row} for row in ids]}
 
 
-@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=name)
+@pytest.mark.parametrize("page", WITH_SNIPPETS)
 def test_snippets_of_a_page_run_in_order_and_do_what_it_says(page, place, capsys, model_of_a_hub):
     names = run(page, **(model_of_a_hub if name(page) == "README.md" else {}))
     out = capsys.readouterr().out

@@ -38,6 +38,7 @@ def test_the_plan_is_saved_with_the_model(fitted):
     assert [*report.converted] == results_of(fitted)["converted"]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_keeps_the_plan_and_ends_with_the_same_weights(model, cola, tmp_path, monkeypatch, capsys):
     """In a budget that the exact model fits, so that a plan is the same one each time it is made."""
     wide = {**FIT, "max_memory": "4GB"}

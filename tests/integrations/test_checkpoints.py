@@ -51,7 +51,9 @@ def trained(folder, callback, strategy="steps", resume=None, trainer_class=None)
     return trainer
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=[pytest.mark.thorough] * (one == "epoch")) for one in STRATEGIES]
+)
 def whole(request, tmp_path_factory):
     """An uninterrupted run, and how it saves."""
     return trained(tmp_path_factory.mktemp("whole"), SketchStateCallback, request.param), request.param

@@ -87,7 +87,11 @@ def test_words_that_do_not_go_together_are_refused(choice):
         PlannedBlock("0", choice).check()
 
 
-@pytest.mark.parametrize("choice", ["recompute", "recompute + offload", "offload", "attention"])
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param(one, marks=pytest.mark.thorough) for one in ("recompute", "offload", "attention")]
+    + ["recompute + offload"],
+)
 def test_few_like_blocks_stand_for_many(choice):
     model = model_of(layers=9, device="meta")
     names = find_blocks(model)

@@ -21,7 +21,8 @@ SHARES = {"mlp": 0.6, "roberta": 0.6, "llama": 0.6, "cnn": 0.6, "unet": 0.75}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("roberta", "unet"))) for name in NETWORKS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("roberta", "unet", "cnn"))) for name in NETWORKS],
 )
 def test_a_planned_step_fits_and_changes_no_bit(name):
     model, example = network(name)
