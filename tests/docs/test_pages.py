@@ -20,7 +20,7 @@ from transformers import (
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.planning.chains.schedules import recomputed
 
-LONG = ("docs/planning/long-context.md", "docs/planning/paper-sizes.md")  # models of billions of parameters
+LONG = ("docs/planning/long-context.md", "docs/planning/paper-sizes.md", "docs/planning/fit.md")  # many simulated steps
 WITH_SNIPPETS = [
     pytest.param(page, marks=[pytest.mark.thorough] * (name(page) in LONG), id=name(page))
     for page in PAGES

@@ -29,10 +29,6 @@ OPERATORS = {
 }
 # A view of the pooled tokens keeps the last hidden state in graphs: N · H float32, which eager code does not keep.
 POOLED = 4 * 20 * 64 * 4
-one_or_all = pytest.mark.parametrize(
-    "architecture",
-    ["roberta", *(pytest.param(name, marks=pytest.mark.stack) for name in ALL_ARCHITECTURES if name != "roberta")],
-)
 
 
 def made(architecture, *, whole, dropout=0.0):
@@ -66,7 +62,8 @@ def saved_bytes(model, run):
     return sum(storages.values()), output
 
 
-@one_or_all
+@pytest.mark.stack
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_a_model_is_one_graph_with_the_exact_outputs_and_the_bytes_of_eager_code(architecture):
     batch = inputs_of(architecture)
     exact, model = made(architecture, whole=False), made(architecture, whole=True)
