@@ -125,7 +125,7 @@ def no_graphs_left() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and leave for later what adds least, of tests marked ``pairs`` or ``diagonal``."""
+    """Put the longest files first, and leave for later what adds least, of tests marked ``pairs``, ``one_of`` or ``diagonal``."""
     places = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     seen: dict[str, set[object]] = {}
@@ -140,6 +140,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if pairs <= known:
                 item.add_marker(pytest.mark.thorough)
             known |= pairs
+    counts = collections.Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("one_of")) and not item.get_closest_marker("thorough"):
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % mark.args[0]:
+                item.add_marker(pytest.mark.thorough)
+            counts[test] += 1
     marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("diagonal")]
     for _, group in itertools.groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
         _leave_all_but_the_diagonal(list(group))

@@ -87,6 +87,7 @@ def test_a_run_that_fails_is_no_reason_to_stop_and_missing_plans_are_named(
     assert not (tmp_path / "other" / "frontier-accuracy.csv").exists()
 
 
+@pytest.mark.thorough
 def test_costs_go_on_where_they_stopped(
     places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

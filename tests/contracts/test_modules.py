@@ -275,6 +275,7 @@ def test_any_shape(name):
         assert all(of.isfinite().all() for of in one.gradients.values())
 
 
+@pytest.mark.one_of(3)
 @every_module("widths")
 @pytest.mark.parametrize("width", [12, 132])
 def test_odd_widths(name, width):
@@ -310,6 +311,7 @@ def test_strides_do_not_matter(name):
                 assert_near(found.gradients[key], gradient, 1e-5)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @every_module("autocast")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

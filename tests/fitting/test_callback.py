@@ -20,6 +20,7 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["fp32", "bf16"])
 def test_a_run_whose_plan_keeps_everything_is_the_run_without_it(tmp_path, options):
     """Bit for bit, with dropout and shuffled data: nothing is drawn from the run's data and random numbers."""
@@ -109,6 +110,7 @@ def test_larger_batches_are_planned_anew_once_and_gradients_survive(tmp_path, ca
     assert trainer.model.rmm_plan is callback.fit_report.plan
 
 
+@pytest.mark.thorough
 def test_the_plan_stays_where_nothing_fits_a_larger_batch(tmp_path, caplog):
     trainer, callback, _ = fitting(tmp_path, {"memory": 1.0, "allow": ["keep"]}, max_steps=3)
     cut(trainer, [4, 20, 20])
@@ -131,6 +133,7 @@ def test_what_cannot_be_met_ends_the_training_before_its_first_step(tmp_path):
     assert "training_step" not in vars(trainer)
 
 
+@pytest.mark.thorough
 def test_a_second_training_keeps_the_plan(tmp_path, capsys):
     trainer, callback, _ = fitting(tmp_path, RECOMPUTED, max_steps=1)
     trainer.train()
@@ -246,6 +249,7 @@ def planned_ahead(folder, length, lengths, **options):
     return trainer, callback
 
 
+@pytest.mark.thorough
 def test_with_a_length_the_longest_batch_is_planned_for_once(tmp_path, caplog):
     """The plan is that of a first batch with that length; shorter and equal ones change nothing."""
     trainer, _ = planned_ahead(tmp_path / "ahead", 20, [8, 12, 20])
@@ -259,6 +263,7 @@ def test_with_a_length_the_longest_batch_is_planned_for_once(tmp_path, caplog):
     assert not [message for message in caplog.messages if "planned" in message]
 
 
+@pytest.mark.thorough
 def test_batches_beyond_the_length_are_said_and_planned_for(tmp_path, caplog):
     trainer, _ = planned_ahead(tmp_path, 8, [12, 20])
     assert elements(trainer) == [48, 80]
@@ -272,6 +277,7 @@ def test_a_length_beyond_the_positions_is_refused(tmp_path):
         planned_ahead(tmp_path, 9999, [8])
 
 
+@pytest.mark.thorough
 def test_a_plan_that_fits_a_larger_batch_stays(tmp_path, caplog):
     """A step with it is simulated, and nothing is solved."""
     caplog.set_level("INFO", logger="rmm_linear")

@@ -88,6 +88,7 @@ def test_what_cannot_be_met_is_said_with_what_would_help():
     fit(model, example, "least", allow=("keep", "recompute"))  # the model is as it was, so it can be fitted
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("allow", "options"),
     [
@@ -107,6 +108,7 @@ def test_only_what_is_allowed_is_done(allow, options):
     assert {block.option for block in report.plan.blocks} != {"keep"}
 
 
+@pytest.mark.thorough
 def test_blocks_are_offloaded_to_the_folder_that_is_given(tmp_path):
     model, example = encoder(), batch_of()
     report = fit(model, example, memory=0.9, allow=("keep", "offload"), folder=str(tmp_path))
@@ -119,6 +121,7 @@ def test_blocks_are_offloaded_to_the_folder_that_is_given(tmp_path):
         fit(model, example, memory=0.3, allow=("keep", "offload"))
 
 
+@pytest.mark.thorough
 def test_the_least_memory_is_no_more_than_a_budget_can_be_met_with():
     model, example = stack(3).train(), rows()
     least = fit(model, example, "least", allow=("keep", "recompute"))
@@ -129,6 +132,7 @@ def test_the_least_memory_is_no_more_than_a_budget_can_be_met_with():
         fit(model, example, least.peak - 1, allow=("keep", "recompute"))
 
 
+@pytest.mark.thorough
 def test_a_number_of_items_divides_the_loss_whatever_its_type():
     model, example = tiny_model("llama", dropout=0.0).train(), tokens("llama")
     example["labels"] = example["labels"].where(torch.arange(20) < torch.tensor([[20], [11], [8], [15]]), -100)
@@ -170,6 +174,7 @@ def test_a_bound_on_time_gives_the_least_memory_in_it():
 
 
 @pytest.mark.usefixtures("known_times")
+@pytest.mark.thorough
 def test_least_noise_is_less_than_that_of_least_time():
     model, example = stack(3).train(), rows()
     fastest = fit(model, example, memory=0.75, max_noise=1e9)

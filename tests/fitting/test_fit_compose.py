@@ -79,6 +79,7 @@ def test_autocast_in_a_function_as_the_example():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("share", "allow"), [(0.85, EXACT), (0.8, ("keep", "sketch", "pack"))])
 def test_adapters(share, allow):
     """Frozen weights get no gradient; noise is that of the adapters."""
@@ -146,6 +147,7 @@ def test_checkpointing_of_the_model_itself_stays():
     assert model.is_gradient_checkpointing
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rows", [(slice(None), slice(0, 2)), (slice(0, 1), slice(None)), (slice(None), slice(None))])
 def test_a_language_model_as_it_comes_with_one_token_one_sequence_or_more(rows):
     """Its cache of keys and values is filled in every call of a layer."""

@@ -53,6 +53,7 @@ def test_a_model_without_values_offloads_and_says_what_binds():
     assert f"host={rmm_linear._support.sizes.show_bytes(half.host)}" in half.summary()
 
 
+@pytest.mark.thorough
 def test_a_slow_link_is_said_and_costs_time():
     fast, slow = (
         rmm_linear.fit(model_of(5, "meta"), example("meta"), 0.7, allow=("keep", "offload"), bandwidth=speed)
@@ -105,6 +106,7 @@ def test_single_words_come_first_and_compositions_where_nothing_else_fits(kind, 
         rmm_linear.fit(model, batch, int(0.7 * least.peak), allow=allow, folder=folder, max_noise=1e9)
 
 
+@pytest.mark.thorough
 def test_tiles_go_below_what_single_words_need(monkeypatch):
     torch.manual_seed(0)
     parts = [(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]

@@ -149,6 +149,7 @@ def llama():
     return model, tokens("llama")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("make", "memory", "allow"),
     [
@@ -171,6 +172,7 @@ def test_the_largest_batch_fits_and_one_more_exact_row_does_not(make, memory, al
     assert static + real_peak(model, resized(example, found.batch)) == found.peak <= found.memory
 
 
+@pytest.mark.thorough
 def test_the_noise_of_one_sequence_is_not_known_and_not_infinite():
     """For the bytes of larger batches it is repeated; copies of a sequence have no variance."""
     model, example = llama()

@@ -105,6 +105,7 @@ def partly_frozen():
     return model
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("make", [with_gradients, partly_in_eval, partly_frozen])
 def test_a_fit_changes_nothing_but_what_the_plan_does(make):
     model = make()

@@ -88,6 +88,7 @@ def million():
     return found, len(simulated)
 
 
+@pytest.mark.thorough
 def test_a_million_tokens_take_few_steps_on_the_meta_device(million):
     """A line from two lengths leads so near that two or three steps of each kind are enough."""
     found, simulated = million

@@ -63,6 +63,7 @@ def done(plan):
     return [(block.name, block.option, block.inner) for block in plan.blocks]
 
 
+@pytest.mark.thorough
 def test_a_plan_without_conversions_is_a_file_of_its_own(tmp_path, recomputing):
     model = fitted(recomputing)
     model.save_pretrained(tmp_path)
@@ -137,6 +138,7 @@ def test_damaged_plans_are_named_and_leave_the_model_as_it_was(tmp_path, recompu
     assert "rmm_plan" not in vars(model)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("fit", [RECOMPUTED, {"memory": 0.7, **CONVERTED}], ids=["recomputed", "converted"])
 def test_a_resumed_run_trains_by_the_plan_of_its_checkpoint(tmp_path, fit, capsys):
     """And ends with the weights of the run that was not interrupted."""
@@ -165,6 +167,7 @@ def test_another_budget_plans_a_resumed_run_anew(tmp_path, caplog):
     assert callback.fit_report.is_exact
 
 
+@pytest.mark.thorough
 def test_the_checkpoints_plan_replaces_another_one(tmp_path, caplog, recomputing):
     """Of a model that was fitted before the Trainer was made, with the callback that saves alone."""
     trainers = []
@@ -185,6 +188,7 @@ def test_the_checkpoints_plan_replaces_another_one(tmp_path, caplog, recomputing
     assert "rmm_plan.json" in said
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_was_interrupted_has_its_plan_beside_it(tmp_path):
     whole, _, _ = fitting(tmp_path, RECOMPUTED, **SAVING)
     whole.train()
@@ -210,6 +214,7 @@ def test_a_saved_plan_offloads_where_the_caller_says(tmp_path, recomputing):
     assert model.rmm_plan.folder == str(tmp_path / "ours")
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_the_output_folder_offloads_as_before(tmp_path, recomputing):
     theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
 

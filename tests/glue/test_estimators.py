@@ -27,7 +27,8 @@ class _Stop(StepTimer):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("estimator", [pytest.param("position_token", marks=pytest.mark.thorough), "sample_cache"])
+@pytest.mark.parametrize("estimator", ["position_token", "sample_cache"])
+@pytest.mark.thorough
 def test_a_resumed_run_ends_with_the_same_weights(model, cola, tmp_path, monkeypatch, estimator):
     options = {**WTA, "norm_estimator": estimator}
     assert main(flags(model, cola, tmp_path / "whole", **options)) == 0

@@ -56,6 +56,7 @@ def test_a_resumed_run_keeps_the_plan_and_ends_with_the_same_weights(model, cola
     assert results_of(tmp_path / "half")["fit"] == results_of(tmp_path / "whole")["fit"]
 
 
+@pytest.mark.thorough
 def test_where_the_exact_model_fits_the_run_is_the_exact_one(model, cola, tmp_path):
     for name, more in (("exact", {"kind": "exact"}), ("fit", {"max_memory": "4GB"})):
         assert main(flags(model, cola, tmp_path / name, **{**FIT, "max_memory": None, "max_steps": 3, **more})) == 0

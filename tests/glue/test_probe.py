@@ -40,6 +40,7 @@ def test_a_run_writes_its_noise(probed, model, cola, tmp_path):
     assert not (tmp_path / "without" / "variance.csv").exists()
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_whole_table(probed, model, cola, tmp_path, monkeypatch):
     bomb = type("Bomb", (SignalTimer,), {"step": 3, "evaluation": None, "signum": signal.SIGTERM})
     argv = flags(model, cola, tmp_path / "run", probe_every=2, **SKETCH)
@@ -63,6 +64,7 @@ def test_the_exact_baseline_says_what_the_sketch_of_the_other_flags_would_add(mo
     assert results_of(tmp_path)["sketch"] == "exact"
 
 
+@pytest.mark.thorough
 def test_comparisons_hand_the_flag_on(model, cola, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "run_process", main)  # in this process: what a run does is not the question
     options = {"compare": ["exact", "rows:0.5"], "max_steps": 2, "probe_every": 2}
@@ -71,6 +73,7 @@ def test_comparisons_hand_the_flag_on(model, cola, tmp_path, monkeypatch):
     assert set(table_of(tmp_path / "rows-0.5" / "seed-42").kind) == {"rows"}
 
 
+@pytest.mark.thorough
 def test_overwriting_removes_an_earlier_table(model, cola, tmp_path):
     options = {"max_steps": 1, **SKETCH}
     assert main(flags(model, cola, tmp_path, probe_every=1, **options)) == 0

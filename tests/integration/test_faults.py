@@ -55,6 +55,7 @@ class BeforeTheLastFile(CheckpointFiles):
         super().on_save(args, state, *more, **kwargs)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "killer",
     [
@@ -83,6 +84,7 @@ def limited(room):
     return contextlib.nullcontext() if room is None else full_disk(room)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "what",
     ["checkpoint", *(pytest.param(what, marks=pytest.mark.thorough) for what in ("weights", "conversion")), "results"],

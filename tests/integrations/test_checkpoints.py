@@ -52,7 +52,7 @@ def trained(folder, callback, strategy="steps", resume=None, trainer_class=None)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(one, marks=[pytest.mark.thorough] * (one == "epoch")) for one in STRATEGIES]
+    scope="module", params=[pytest.param(one, marks=[pytest.mark.thorough] * (one != "steps")) for one in STRATEGIES]
 )
 def whole(request, tmp_path_factory):
     """An uninterrupted run, and how it saves."""

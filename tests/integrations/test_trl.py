@@ -61,6 +61,7 @@ def test_a_plan_that_changes_nothing_leaves_no_trace_in_the_logs(kind, tmp_path,
     assert is_checkpointed(trainer.model)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversion_counts_what_is_trained_and_no_more(kind, tmp_path, capsys):
     plain = logs(train(kind, tmp_path / "plain"))

@@ -37,6 +37,7 @@ def heavy(rows, columns):
     return torch.randn(rows, columns, generator=generator, dtype=torch.float64) * lengths + 1
 
 
+@pytest.mark.one_of(5)
 @light_and_heavy(400, 20_000)
 @pytest.mark.parametrize(("bits", "columns"), [(8, 64), (4, 130), (3, 70), (3, 64), (2, 5), (2, 64)])
 def test_unbiased_with_the_stated_variance(bits, columns, draws):
@@ -73,6 +74,7 @@ def test_error_is_below_one_step_of_the_group(bits):
 
 
 @pytest.mark.parametrize("bits", [2, *(pytest.param(bits, marks=pytest.mark.thorough) for bits in (3, 4, 8))])
+@pytest.mark.thorough
 def test_the_error_has_one_distribution_whatever_the_data(bits):
     """Uniform on ± scale / 2, for elements that lie on a code as for those between two: second and fourth moments."""
     top = (2**bits - 1) / 2

@@ -59,6 +59,7 @@ def test_a_planned_graph_fits_and_changes_no_bit(name):
     assert real_peak(graph, inputs) == plan.plain
 
 
+@pytest.mark.thorough
 def test_other_methods_are_not_better():
     model, example = network("mlp")
     plans = [plan_graph(model, example, memory=0.8, method=one) for one in ("cuts", "chen", "kusumoto")]
@@ -192,6 +193,7 @@ class Looping(nn.Module):
         return x
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("kind", "why"), [(Halved, r"graph_break\(\)"), (Looping, "Looping.forward runs without")])
 def test_where_graphs_break_blocks_are_recomputed_and_it_is_said_why(kind, why, caplog):
     torch.manual_seed(0)
@@ -210,6 +212,7 @@ def test_where_graphs_break_blocks_are_recomputed_and_it_is_said_why(kind, why, 
         assert all(len(plan.recomputed) == 6 and plan.predicted < 0.6 * plan.plain for plan in made.plans.values())
 
 
+@pytest.mark.thorough
 def test_the_least_peak_is_no_higher_than_any_that_was_met():
     model, example = network("cnn")
     least = plan_graph(model, example, memory="least")
@@ -246,6 +249,7 @@ def test_a_piece_may_begin_with_what_overwrites_the_one_before():
     assert real_peak(plan.run(graph, inputs), inputs) == plan.predicted
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("name", "method"),
     [

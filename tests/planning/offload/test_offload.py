@@ -77,6 +77,7 @@ def test_the_peak_falls_and_is_the_simulated_one(tmp_path: Path) -> None:
     assert simulate(model, WIDE).bytes == plain
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("chosen", [slice(None), slice(0, None, 2)])
 def test_the_simulated_peak_of_a_transformer(chosen: slice, tmp_path: Path) -> None:
     model = Transformer(0.2)

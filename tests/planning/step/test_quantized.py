@@ -39,6 +39,7 @@ def bitsandbytes():
     return pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: the test extra has it on Linux")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("bits", "double"), KINDS)
 def test_quantized_models_count_what_storages_hold_and_what_a_real_step_takes(bits, double, bitsandbytes):
     """Once, fake tensors could not be made: "Creating a new Tensor subclass Params4bit but the raw Tensor …"."""
