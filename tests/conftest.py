@@ -125,7 +125,7 @@ def no_graphs_left() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and leave for later what tests marked ``pairs``, ``one_of`` or ``diagonal`` repeat."""
+    """Put the longest files first, and leave for later what tests marked pairs, one_of or diagonal repeat."""
     places = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
     seen: dict[str, set[object]] = {}
