@@ -8,10 +8,10 @@ import sys
 import torch
 
 from rmm_linear.command import PROGRAM
-from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
+from rmm_linear.command.methods import prepared
+from rmm_linear.command.models import ERRORS
 from rmm_linear.fitting.fit import fit
 from rmm_linear.integrations.fit_settings import read_fit
-from rmm_linear.memory.inputs import call_with, restored
 
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
@@ -26,7 +26,6 @@ def fit_model(arguments: argparse.Namespace) -> int:
 
 
 def _fit(arguments: argparse.Namespace) -> int:
-    check_batch(arguments)
     given = {
         name: getattr(arguments, name) for name in ("time", "max_noise", "allow", "folder", "host_memory", "bandwidth")
     }
@@ -35,10 +34,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     elif arguments.time is None:
         raise ValueError("A budget is needed. Give --memory 8GB, or --time 1.2 for the least memory in that time.")
     settings = read_fit({name: value for name, value in given.items() if value is not None})
-    model = random_model(arguments.model)
-    batch = batch_for(model, arguments)
-    with running(model, is_random=arguments.batch is None), restored(model), torch.no_grad():
-        call_with(model, batch)
+    model, batch = prepared(arguments)
     report = fit(model, batch, optimizer=_OPTIMIZERS[arguments.optimizer], progress=arguments.progress, **settings)
     print(report)
     if arguments.save is not None:

@@ -62,3 +62,23 @@ KNOWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
+
+_ON_THE_HUB = {
+    "meta-llama/llama-3.1-8b": "llama-3.1-8b",
+    "meta-llama/llama-3.1-8b-instruct": "llama-3.1-8b",
+    "meta-llama/llama-3.1-70b": "llama-3.1-70b",
+    "meta-llama/llama-3.1-70b-instruct": "llama-3.1-70b",
+    "qwen/qwen3-8b": "qwen3-8b",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "facebookai/roberta-base": "roberta-base",
+}
+
+
+def known(name: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the type and the configuration of a model, by its name here or on the hub, in any case; None if unknown.
+
+    Example:
+        >>> known("Qwen/Qwen3-8B")[0], known("qwen3")
+        ('qwen3', None)
+    """
+    return KNOWN.get(_ON_THE_HUB.get(name.lower(), name.lower()))

@@ -12,13 +12,14 @@ from contextlib import redirect_stdout, suppress
 
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.command import PROGRAM
+from rmm_linear.command.known_models import KNOWN
 
 _EXPLAIN = """Run a model forward before and after a trial conversion. Print the bytes that it saves for the backward
 pass: in total, by operation, what remains uncompressed and why, and by linear layer. Nothing is trained or written.
 The model has random weights, which do not change the bytes."""
 _FIT = """Choose for every block of a model whether it saves, compresses, recomputes or offloads its activations, so
 that a training process fits a budget. Print the plan with its bytes, time and variance ratio. Nothing is trained. The
-model has random weights: bytes do not depend on them, variances do."""
+model has random weights, or none if it is large: bytes do not depend on them, variances do."""
 _LONGEST = """Find the longest sequence with which a training step fits into memory by a plan, exactly, and with every
 block recomputed. Steps are simulated on a model without weights, in bfloat16, which takes some minutes at any length.
 """
@@ -31,6 +32,10 @@ _OTHERS = {  # commands with a parser, and a --help, of their own
     ),
     "glue": ("glue_finetune.__main__", "fine-tune on a GLUE task, compare settings, or run the demo"),
 }
+_MODEL = (
+    f"{', '.join(KNOWN)}, whose sizes are known; or a folder written by save_pretrained; or a model of the hub, of "
+    "which the configuration is read"
+)
 _COMMANDS = ("doctor", "explain", "fit", "longest", *_OTHERS, "version")
 
 
@@ -105,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="how a model trains, and what to type", description=_DOCTOR)
     _add_model(doctor)
+    _add_method(doctor, "full")
     _add_optimizer(doctor)
     _add_progress(doctor)
     explain = commands.add_parser("explain", help="what a conversion saves of a model", description=_EXPLAIN)
@@ -115,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--operations", nargs="+", metavar="NAME", help="operations to convert (default: all)")
     fit = commands.add_parser("fit", help="how a model trains within a memory budget", description=_FIT)
     _add_model(fit)
+    _add_method(fit, "full")
     fit.add_argument("--memory", metavar="SIZE", help="such as 8GB, or a share of the exact model's peak, such as 0.5")
     fit.add_argument(
         "--time",
@@ -148,14 +155,10 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
-        help="llama-3.1-8b, llama-3.1-70b, qwen3-8b, gpt-oss-20b or roberta-base, without a network; or a folder "
-        "written by save_pretrained, or a model of the hub, of which the configuration is read",
+        help=_MODEL,
     )
     command.add_argument("--memory", required=True, metavar="SIZE", help="of the device, such as 80GB or 80GiB")
-    command.add_argument(
-        "--method", choices=("lora", "qlora", "full"), default="lora", help="what is trained (default: %(default)s)"
-    )
-    command.add_argument("--rank", type=int, default=16, help="of the adapters (default: %(default)s)")
+    _add_method(command, "lora")
     command.add_argument(
         "--adapters",
         choices=("bfloat16", "float32"),
@@ -205,6 +208,17 @@ def _add_optimizer(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_method(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--method",
+        choices=("lora", "qlora", "full"),
+        default=default,
+        help="what is trained: adapters on all linear layers but the head, on weights as they are or in 4 bits; or all "
+        "(default: %(default)s)",
+    )
+    command.add_argument("--rank", type=int, default=16, help="of the adapters (default: %(default)s)")
+
+
 def _add_progress(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--progress", action=argparse.BooleanOptionalAction, help="say on stderr how far it is (default: on a terminal)"
@@ -216,7 +230,7 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
-        help="a folder written by save_pretrained, a model of the hub, or roberta-base, whose sizes are known",
+        help=_MODEL,
     )
     command.add_argument(
         "--batch", metavar="FILE", help="a .pt file with a training batch, or a list of such (default: random tokens)"

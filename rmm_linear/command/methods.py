@@ -1,19 +1,45 @@
-"""Prepare a model without weights for a way to train it: all weights, or adapters on frozen ones."""
+"""Prepare a model for a way to train it: all weights, or adapters on frozen ones."""
 
 from __future__ import annotations
 
+import argparse
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from rmm_linear._support.validation import check_integer
+from rmm_linear.command.models import batch_for, check_batch, model_on_meta, random_model, running
 from rmm_linear.fitting.quantised import as_quantised
+from rmm_linear.memory.inputs import call_with, restored
 
+_LARGE = 3e8  # weights: larger models are simulated without them
 ADAPTERS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def prepared(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """Make the model and the batch of a command, as they are trained; large models have no weights."""
+    check_batch(arguments)
+    check_integer("rank", arguments.rank)
+    model = model_on_meta(arguments.model)
+    batch = batch_for(model, arguments)
+    is_small = sum(parameter.numel() for parameter in model.parameters()) <= _LARGE
+    if is_small and arguments.method != "qlora":  # weights in 4 bits are simulated alone
+        model = random_model(arguments.model)
+        with running(model, is_random=arguments.batch is None), restored(model), torch.no_grad():
+            call_with(model, batch)
+    else:
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), batch)
+        if arguments.batch is None:
+            batch.pop("attention_mask")  # one without values stands for any mask
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return for_training(model, arguments.method, rank=arguments.rank, dtype=dtype), batch
+
+
 def for_training(model: nn.Module, method: str, *, rank: int, dtype: str) -> nn.Module:
-    """Add what a method trains to a model on the meta device."""
+    """Add what a method trains to a model, which is on the meta device for "qlora"."""
     if method == "full":
         return model
     try:
@@ -21,7 +47,8 @@ def for_training(model: nn.Module, method: str, *, rank: int, dtype: str) -> nn.
     except ImportError as error:
         raise ImportError(f"--method {method} needs PEFT, which is not installed. Run pip install peft.") from error
     adapters = LoraConfig(r=rank, target_modules="all-linear")
-    with torch.device("meta"):
+    with next(model.parameters()).device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages about one another
         adapted: Any = get_peft_model(model, adapters, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     for parameter in adapted.parameters():
         if parameter.requires_grad:

@@ -12,9 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.validation import check_integer
-from rmm_linear.command.known_models import KNOWN
-from rmm_linear.variance.survey.batches import import_transformers, model_class, read_batches
+from rmm_linear.command import PROGRAM
+from rmm_linear.command.known_models import KNOWN, known
+from rmm_linear.fitting.link import memory_of_host
+from rmm_linear.variance.survey.batches import (
+    import_transformers,
+    model_class,
+    read_batches,
+    read_configuration,
+)
 
 # What the input of a user raises in a command, which prints it.
 ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeError)
@@ -23,6 +31,13 @@ ERRORS = (OSError, ValueError, TypeError, ImportError, AttributeError, RuntimeEr
 def random_model(name: str) -> nn.Module:
     """Make a model with random weights: of a folder, of the hub, or one whose sizes are known here."""
     settings = _configuration(name)
+    with torch.device("meta"):
+        needed = sum(parameter.nbytes for parameter in model_class(settings)(settings).parameters())
+    if (there := memory_of_host()) is not None and needed > there:
+        raise ValueError(
+            f"The weights of {name} take {show_bytes(needed)}, of {show_bytes(there)} that this machine has for them. "
+            f"{PROGRAM} doctor, fit and longest need none."
+        )
     torch.manual_seed(0)
     return model_class(settings)(settings).train()
 
@@ -36,15 +51,15 @@ def model_on_meta(name: str) -> Any:
 
 
 def _configuration(name: str) -> Any:
-    if name in KNOWN and not Path(name).is_dir():
-        kind, fields = KNOWN[name]
-        return import_transformers().AutoConfig.for_model(kind, **fields)
+    found = None if Path(name).is_dir() else known(name)
+    if found is not None:
+        return import_transformers().AutoConfig.for_model(found[0], **found[1])
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(
             f"MODEL must be a folder written by save_pretrained, or the name of a model of the hub, got {name}, which "
             "is not there."
         )
-    return import_transformers().AutoConfig.from_pretrained(name)
+    return read_configuration(name, KNOWN)
 
 
 def check_batch(arguments: argparse.Namespace) -> None:

@@ -32,17 +32,26 @@ class StepMemory:
     moment: str
 
     @property
+    def step(self) -> int:
+        """Bytes at the peak of the forward and backward pass."""
+        return self.static.before_step + self.gradients + self.activations
+
+    @property
     def peak(self) -> int:
         """Bytes at the peak of a step, or of the optimizer's step, if that takes more."""
-        step = self.static.before_step + self.gradients + self.activations
-        return max(step, self.static.in_optimizer_step)
+        return max(self.step, self.static.in_optimizer_step)
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether the peak is in the optimizer's step."""
+        return self.static.in_optimizer_step >= self.step
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by part; "in_its_step" are temporary results of the optimizer, where its step takes most."""
         static = self.static
         found = {"parameters": static.parameters, "buffers": static.buffers, "optimizer": static.optimizer}
         found |= {"ddp_buckets": static.ddp_buckets, "gathered": static.gathered}
-        if static.in_optimizer_step >= static.before_step + self.gradients + self.activations:
+        if self.is_optimizer:
             found |= {"gathered": 0, "in_its_step": static.optimizer_transient}
             return found | {"gradients": static.gradients, "activations": 0}
         return found | {"in_its_step": 0, "gradients": self.gradients, "activations": self.activations}
@@ -53,7 +62,8 @@ class Finding:
     """Something that decides what training saves.
 
     Attributes:
-        topic: In a word: "conversion", "checkpointing", "attention", "rows", "what stays", "weights", "noise".
+        topic: In a word: "conversion", "checkpointing", "attention", "rows", "what stays", "weights", "optimizer",
+            "noise".
         text: What was found, and what it means.
         gain: Bytes by which the peak would fall; 0 where nothing is to be won, or not known.
         code: What to type, in Python, after the imports of :attr:`Diagnosis.code` and with its names; empty where there
@@ -140,10 +150,11 @@ class Diagnosis(Report):
             for name in self.now.parts()
             if any(one.parts()[name] for one in columns.values())
         ]
-        peaks = ("peak", *(show_bytes(one.peak) for one in columns.values()))
-        is_optimizer = bool(self.now.parts()["in_its_step"])
-        moment = "optimizer's step" if is_optimizer else self.now.moment
-        return f"{table(('at the peak', *columns), [*rows, peaks])}\nNow, the peak is in the {moment}, by simulation."
+        rows.append(("peak", *(show_bytes(one.peak) for one in columns.values())))
+        if any(one.is_optimizer for one in columns.values()):
+            rows.append(("of forward and backward", *(show_bytes(one.step) for one in columns.values())))
+        moment = "optimizer's step" if self.now.is_optimizer else self.now.moment
+        return f"{table(('at the peak', *columns), rows)}\nNow, the peak is in the {moment}, by simulation."
 
     def _records(self) -> list[dict[str, Any]]:
         return [{"topic": one.topic, "gain": one.gain, "text": one.text, "code": one.code} for one in self.findings]

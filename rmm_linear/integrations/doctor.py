@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from rmm_linear.conversion.explanation import SHOWN, Explanation
 from rmm_linear.conversion.report import ConversionReport
 from rmm_linear.fitting.static_memory import StaticMemory, static_memory
 from rmm_linear.integrations.diagnosis import Diagnosis, Finding, StepMemory
+from rmm_linear.integrations.remedies import Remedy, class_of, remedies
 from rmm_linear.integrations.trainers import is_trainer, untraced
 from rmm_linear.memory.inputs import check_example, restored, rows_in, sequences_in
 from rmm_linear.memory.quantized import is_of
@@ -39,6 +40,7 @@ from rmm_linear.variance.whole_model import gradient_noise
 CONVERT, PACKED = "convert(model)", 'convert(model, checkpointed="packed")'
 _CHEAP = {"cpu": 2e11, "cuda": 5e14}  # operations of the passes that measure the noise, which nobody asked for
 _PASSES, _OPERATIONS = 20, 6  # steps; per weight and token
+_NEARLY = 0.95  # of a peak: nothing is won
 _SDPA, _EAGER = "sdpa", "eager"
 
 
@@ -162,12 +164,14 @@ class _Examination:
         if self.is_checkpointed and report is not None:
             stage("converting on trial, under activation checkpointing")
             self._converted(PACKED, checkpointed="packed")
+        lowest = min((now, *self.options.values()), key=lambda one: one.step)
+        cures = remedies(lowest, self.given.optimizer, self._trained()) if now.is_optimizer else []
         findings = [
             *self._conversion(now, explanation),
             *self._checkpointing(),
             *self._attention(explanation),
             *self._staying(report, explanation),
-            *self._weights(now),
+            *self._weights(now, cures),
             *(self._variance(ratio) if report is not None else ()),
         ]
         return Diagnosis(
@@ -179,7 +183,7 @@ class _Examination:
             sorted(findings, key=lambda one: -one.gain),
             None if explanation is None else (explanation.before, explanation.after),
             ratio,
-            self._code(now, findings, {"quality": "careful"} if ratio is not None and ratio > 1 else {}),
+            self._code(now, findings, cures, {"quality": "careful"} if ratio is not None and ratio > 1 else {}),
         )
 
     def _memory(self) -> StepMemory:
@@ -232,13 +236,18 @@ class _Examination:
         gain = now.peak - after.peak
         instead = ", without activation checkpointing," if self.is_checkpointed else ""
         text = f"{CONVERT}{instead} takes the peak from {show_bytes(now.peak)} to {show_bytes(after.peak)}"
+        if gain <= 0 and now.is_optimizer:
+            text = (
+                f"{CONVERT}{instead} leaves the peak, which is in the optimizer's step; it takes a forward and "
+                f"backward pass from {show_bytes(now.step)} to {show_bytes(after.step)}"
+            )
         if explanation is not None:
             share = explanation.after / max(explanation.before, 1)
             text += (
                 f"; what is saved for the backward pass from {show_bytes(explanation.before)} to "
                 f"{show_bytes(explanation.after)} ({share:.0%})"
             )
-        if gain <= 0:
+        if gain <= 0 and not now.is_optimizer:
             text += ". Nothing is won here" + (": see checkpointing" if self.is_checkpointed else "")
         return [Finding("conversion", f"{text}.", max(gain, 0), self._to_type())]
 
@@ -319,14 +328,29 @@ class _Examination:
                 found.append(Finding("what stays", text))
         return found
 
-    def _weights(self, now: StepMemory) -> list[Finding]:
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _weights(self, now: StepMemory, cures: Sequence[Remedy]) -> list[Finding]:
         static = self.static
+        if now.is_optimizer and cures:
+            text = (
+                f"its step is the peak, {show_bytes(now.peak - now.step)} above the forward and backward pass. It "
+                "takes parameters, gradients, state and temporary results, and nothing that is saved for the backward "
+                "pass: there, convert and fit change nothing. What does, with convert(model): "
+            )
+            text += "; ".join(one.words for one in cures)
+            text += ". Or divide all of it: fit(..., shards=rmm_linear.Shards(ranks))."
+            best = cures[0]
+            return [Finding("optimizer", text, now.peak - best.after.peak, self._by(best))]
         rest = static.parameters + static.optimizer + static.gradients
         if rest < now.peak / 2:
             return []
         text = f"parameters, gradients and the optimizer's state are {rest / now.peak:.0%} of the peak, and stay."
         if all(p.requires_grad for p in self.model.parameters()):
             text += " Adapters (LoRA), an optimizer with less state or a smaller dtype would help."
+        elif static.parameters >= now.peak / 2 and not any(is_of(p) for p in self.model.parameters()):
+            text += " Frozen weights in 4 bits (QLoRA) take some 0.52 bytes each."
         return [Finding("weights", text)]
 
     def _variance(self, ratio: float | None) -> list[Finding]:
@@ -369,11 +393,8 @@ class _Examination:
         example = self.example.batch if hasattr(self.example, "batch") else self.example
         shapes = [tuple(one.shape) for one in tree_leaves(example) if isinstance(one, torch.Tensor) and one.dim()]
         shape = " × ".join(map(str, shapes[0])) if shapes else "of a function"
-        optimizer = self.given.optimizer
-        while isinstance(optimizer, partial):
-            optimizer = optimizer.func
-        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-        counted = "no optimizer is counted" if optimizer is None else f"optimizer: {kind.__name__}"
+        kind = class_of(self.given.optimizer)
+        counted = "no optimizer is counted" if kind is None else f"optimizer: {kind.__name__}"
         return f"Batch {shape}; {counted}{'; gradients accumulate' if self.given.accumulate else ''}."
 
     def _to_type(self, **settings: str | int) -> str:
@@ -384,31 +405,65 @@ class _Examination:
         kind = "RMMConfig.preset" if "quality" in settings else "RMMConfig"
         return f"trainer.add_callback(RMMCallback(convert=rmm_linear.{kind}({written})))"
 
-    def _code(self, now: StepMemory, findings: list[Finding], settings: dict[str, str | int]) -> str:
+    def _by(self, cure: Remedy) -> str:
+        """Return the line that changes the optimizer, where there is one."""
+        if not self.given.is_trainer:
+            return f"optimizer = torch.optim.{cure.name}(model.parameters(), fused=True)" if cure.is_fused else ""
+        is_made_later = isinstance(self.given.optimizer, partial)
+        return f'trainer.args.optim = "{cure.flag}"' if cure.flag and is_made_later else ""
+
+    def _code(
+        self, now: StepMemory, findings: list[Finding], cures: Sequence[Remedy], settings: dict[str, str | int]
+    ) -> str:
         """Return the lines that get the lowest peak of what was tried, with settings, and a plan that needs no more."""
         better = [name for name, one in self.options.items() if one.peak < now.peak]
         least = min(better, key=lambda name: self.options[name].peak, default="")
-        first = [one.code for one in findings if one.topic == "attention" and one.code]
+        first = [one.code for one in findings if one.topic in ("attention", "optimizer") and one.code]
         call = self._to_type(**({"checkpointed": "packed"} if least == PACKED else {}), **settings)
+        share = self.options[least].peak / now.peak if least else None
+        if cures and not least:
+            cured = replace(now, static=cures[0].after.static)
+            share = cures[0].after.peak / cured.peak
+            if not cures[0].is_fused or share > _NEARLY:
+                return self._with_adapters(first)
         if self.given.is_trainer:
             lines = ["import rmm_linear", "from rmm_linear.integrations.transformers import RMMCallback", "", *first]
-            return "\n".join([*lines, call if least else 'trainer.add_callback(RMMCallback(fit="least"))'])
+            return "\n".join([*lines, call if share else 'trainer.add_callback(RMMCallback(fit="least"))'])
         lines = ["import rmm_linear", "", *first]
         if self.is_checkpointed and least != PACKED and hasattr(self.model, "gradient_checkpointing_disable"):
             lines.append("model.gradient_checkpointing_disable()")
-        if least:
+        if share:
             lines += [f"print({call})", "# or, within a budget:", "rmm_linear.revert(model)"]
         model: Any = self.model
         if hasattr(model, "can_generate") and model.can_generate() and getattr(model.config, "use_cache", False):
             lines.append("model.config.use_cache = False  # or blocks cannot be recomputed")
-        budget = min(math.ceil(20 * self.options[least].peak / now.peak + 0.2) / 20, 1.0) if least else '"least"'
+        budget = min(math.ceil(20 * share + 0.2) / 20, 1.0) if share else '"least"'
+        state = self._counted()
+        if "torch" in state:
+            lines.insert(0, "import torch")
+            state = ", optimizer=optimizer" if cures and not least else state
+        return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}{state}))"])
+
+    def _counted(self) -> str:
+        """Return the argument that counts the optimizer."""
         optimizer = self.given.optimizer
         if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
-            lines.insert(0, "import torch")
-            state = f", optimizer=torch.optim.{optimizer.__name__}"
-        else:
-            state = "" if optimizer is None else ", optimizer=optimizer"
-        return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}{state}))"])
+            return f", optimizer=torch.optim.{optimizer.__name__}"
+        return "" if optimizer is None else ", optimizer=optimizer"
+
+    def _with_adapters(self, first: list[str]) -> str:
+        """Return the lines that train less, where nothing that is saved for the backward pass counts."""
+        adapters = 'LoraConfig(target_modules="all-linear")'
+        imports = "from peft import LoraConfig, get_peft_model"
+        if self.given.is_trainer:
+            comment = f"# trainer = SFTTrainer(..., peft_config={adapters})"
+            return "\n".join(["import rmm_linear", "", *first, "# or, with less to train:", comment])
+        head = [*(["import torch"] if "torch" in self._counted() else []), "import rmm_linear", imports, "", *first]
+        lines = [
+            f"model = get_peft_model(model, {adapters})",
+            f"print(rmm_linear.doctor(model, batch{self._counted()}))",
+        ]
+        return "\n".join([*head, *(["# or, with less to train:"] if first else []), *lines])
 
 
 def _configurations(model: nn.Module) -> list[Any]:

@@ -18,6 +18,7 @@ from transformers import RobertaForMultipleChoice, T5Config, T5ForConditionalGen
 from glue_finetune import __main__ as start
 from rmm_linear import RMMConfig, __version__
 from rmm_linear.backends.native import library
+from rmm_linear.command.known_models import KNOWN, known
 from rmm_linear.command.main import main
 from rmm_linear.command.methods import for_training
 from rmm_linear.command.models import model_on_meta
@@ -147,6 +148,7 @@ EXPLAIN = ["{}/roberta", "--batch"]
         ("fit", [*FIT, "1GB", "--max-noise", "0"], "max_noise must be positive"),
         ("fit", [*FIT, "1GB", "--length", "900"], "Give a smaller --length."),
         ("fit", [*FIT, "1GB", "--size", "0"], "size must be"),
+        ("fit", [*FIT, "1GB", "--rank", "0"], "rank must be"),
         ("fit", [*FIT, "1GB", "--save", "/no/such/folder/plan.json"], "/no/such/folder"),
         ("longest", ["/nowhere", "--memory", "1GB"], "MODEL must be a folder written by save_pretrained"),
         ("longest", ["llama-3.1-8b", "--memory", "8 gigs"], "memory must be a size"),
@@ -165,6 +167,33 @@ def test_what_is_refused_is_one_line_and_status_2(command, words, message, folde
     assert err.count("\n") == 1
     assert message in err
     assert command == "glue" or err.startswith(f"rmm-linear {command}: error: ")
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    def get_session():
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", get_session)
+
+
+@pytest.mark.parametrize("command", ["doctor", "explain", "fit", "longest"])
+def test_without_the_hub_a_name_is_answered_at_once_with_those_that_are_known(command, no_hub, capsys):
+    assert main([command, "meta-llama/Llama3.1-8b", "--memory=1GB"][: 3 if command in ("fit", "longest") else 2]) == 2
+    err = capsys.readouterr().err
+    assert re.search("it is not in the cache, and https?://.* does not answer .no network.", err)
+    assert f"there are {', '.join(KNOWN)}. Did you mean 'llama-3.1-8b'?" in err
+
+
+def test_names_of_the_hub_and_in_any_case_are_known():
+    assert known("meta-llama/Llama-3.1-8B-Instruct") == known("Llama-3.1-8B") == KNOWN["llama-3.1-8b"]
+    assert {known(name) is None for name in ("llama", "other/llama-3.1-8b")} == {True}
+
+
+def test_weights_that_have_no_place_are_not_made(folders, monkeypatch, capsys):
+    monkeypatch.setattr("rmm_linear.command.models.memory_of_host", lambda: 1000)
+    assert main(["explain", str(folders / "roberta")]) == 2
+    assert "of 0.98 KiB that this machine has for them. rmm-linear doctor, fit and longest" in capsys.readouterr().err
 
 
 def test_explain_makes_labels_of_several_classes_and_refuses_several_texts(tmp_path, capsys):
@@ -261,6 +290,15 @@ def test_a_batch_of_a_file_and_an_optimizer_without_state(folders, tmp_path, cap
     out = fitted(capsys, folders, *words)
     assert "The exact model fits" in out
     assert "of which optimizer " not in out
+
+
+@pytest.mark.thorough
+def test_adapters_on_weights_in_4_bits_are_fitted(folders, capsys):
+    words = ["fit", str(folders / "llama"), *BATCH, "--method", "qlora", "--rank", "2", "--memory", "60%", *RECOMPUTED]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Names begin with base_model.model." in out
+    assert "recompute" in out
 
 
 def test_time_bounds_alone(folders, capsys):

@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlavaConfig, LlavaForC
 
 import rmm_linear
 from rmm_linear import RMMConfig
+from rmm_linear._support.sizes import show_bytes
 from rmm_linear.command.main import main
 from rmm_linear.memory import explain
 from rmm_linear.planning import simulate
@@ -156,6 +157,30 @@ def test_of_a_model_without_weights_peaks_are_known():
     assert there.options["convert(model)"].peak == pytest.approx(real.options["convert(model)"].peak, rel=0.05)
 
 
+WIDE = {"few rows": 4, "more rows": 250}
+
+
+@pytest.mark.parametrize("rows", WIDE.values(), ids=WIDE)
+def test_a_peak_in_the_optimizers_step_is_named_with_what_lowers_it(rows):
+    def made():
+        return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+
+    weights = sum(p.nbytes for p in made().parameters())
+    batch = torch.randn(rows, 256)
+    found = rmm_linear.doctor(made().to("meta"), batch.to("meta"), optimizer=torch.optim.AdamW)
+    first = found.findings[0]
+    assert found.now.peak == pytest.approx(5 * weights, rel=0.01)  # two states and a temporary, of all at once
+    fused = max(4 * weights, found.options["convert(model)"].step)
+    assert (first.topic, first.gain) == ("optimizer", pytest.approx(found.now.peak - fused, rel=0.01))
+    assert "AdamW(fused=True), which makes no temporary results" in first.text
+    assert f"leave weights of {show_bytes(weights)}" in first.text
+    assert "of forward and backward" in str(found)
+    assert "Nothing is won" not in str(found)
+    assert ("get_peft_model" in found.code) is (rows == WIDE["few rows"])
+    if "get_peft_model" not in found.code:
+        exec(found.code, {"model": made(), "batch": batch})
+
+
 def test_few_rows_and_nothing_to_convert_are_said():
     few = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     found = rmm_linear.doctor(few, torch.randn(16, 64))
@@ -293,5 +318,7 @@ def test_the_command_prints_the_page_of_a_folder(tmp_path, capsys):
     assert out.startswith("rmm_linear doctor: peak=")
     assert "What to type:" in out
     assert err == ""
+    assert main(["doctor", str(tmp_path), "--size", "4", "--method", "qlora", "--rank", "2", "--no-progress"]) == 0
+    assert ", 3 layers with LoRA, 3 weights quantized" in without_breaks(capsys.readouterr().out)
     assert main(["doctor", "/nowhere"]) == 2
     assert "MODEL must be a folder written by save_pretrained" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.installing import INSTALL_EXTRA
+from rmm_linear._support.validation import did_you_mean
+
+_SECONDS = 5.0  # for an answer of the hub
 
 
 def load_tensors(model_name: str, path: Path) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Load a model in its own class, and batches that ``torch.save`` wrote: mappings of its keyword arguments."""
     batches = read_batches(path)
-    settings = import_transformers().AutoConfig.from_pretrained(model_name)
+    settings = read_configuration(model_name)
     return model_class(settings).from_pretrained(model_name).train(), batches
 
 
@@ -44,6 +47,43 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
     return batches
 
 
+def read_configuration(name: str, known: Iterable[str] = ()) -> Any:
+    """Read a model's configuration of a folder, of the hub's cache, or of the hub, if that answers at once.
+
+    known: Names that stand for a model without the hub, which an error says.
+    """
+    config = import_transformers().AutoConfig
+    if Path(name).is_dir():
+        return config.from_pretrained(name)
+    try:
+        return config.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):  # it is not there
+        got = _reached()
+    if not got:
+        try:
+            return config.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            got = " ".join(str(error).split())
+    names = list(known)
+    others = f" Without the hub, there are {', '.join(names)}." if names else ""
+    raise ValueError(
+        f"MODEL must be a folder written by save_pretrained, or a model of the hub, got {name}: {got}.{others}"
+        f"{did_you_mean(name.rpartition('/')[2].lower(), names)}"
+    )
+
+
+def _reached() -> str:
+    """Return why the hub cannot be reached, or nothing; its client would try again for half a minute."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_SECONDS)
+    except Exception as error:  # of the client, which is another one in each version
+        return f"it is not in the cache, and {constants.ENDPOINT} does not answer ({error})"
+    return ""
+
+
 def model_class(settings: Any) -> Any:
     """Return the class that a model was saved as."""
     name = (settings.architectures or ["none"])[0]
@@ -69,7 +109,7 @@ def load_texts(
             f"{len(rows)} lines with {sorted({len(row) for row in rows})} fields. Or give a .pt file."
         )
     transformers = import_transformers()
-    config = transformers.AutoConfig.from_pretrained(model_name)
+    config = read_configuration(model_name)
     labels = read_labels([row[-1].strip() for row in rows], config.label2id or {})
     outputs = 1 if labels.is_floating_point() else max(int(labels.max()) + 1, config.num_labels)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
