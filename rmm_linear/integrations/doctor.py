@@ -349,7 +349,7 @@ class _Examination:
         text = f"parameters, gradients and the optimizer's state are {rest / now.peak:.0%} of the peak, and stay."
         if all(p.requires_grad for p in self.model.parameters()):
             text += " Adapters (LoRA), an optimizer with less state or a smaller dtype would help."
-        elif static.parameters >= now.peak / 2 and not any(is_of(p) for p in self.model.parameters()):
+        elif static.parameters >= now.peak / 2 and not any(map(_is_packed, self.model.modules())):
             text += " Frozen weights in 4 bits (QLoRA) take some 0.52 bytes each."
         return [Finding("weights", text)]
 
@@ -369,9 +369,10 @@ class _Examination:
 
     def _words(self) -> str:
         parameters = list(self.model.parameters())
-        total, trained = (
-            sum(p.numel() for p in some) for some in (parameters, [p for p in parameters if p.requires_grad])
-        )
+        packed: list[Any] = [module for module in self.model.modules() if _is_packed(module)]
+        trained = sum(p.numel() for p in self._trained())
+        total = sum(p.numel() for p in parameters)
+        total += sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
         dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters))
         text = f"{total:,} parameters ({dtypes}), "
         text += (
@@ -381,7 +382,7 @@ class _Examination:
         )
         if adapters := sum(hasattr(module, "lora_A") for module in self.model.modules()):
             text += f", {adapters} layers with LoRA"
-        if quantised := sum(is_of(p) for p in parameters):
+        if quantised := len(packed) + sum(is_of(p) for p in parameters if p.is_floating_point()):
             text += f", {quantised} weights quantized"
         config = getattr(self.model, "config", None)
         if attention := getattr(config, "_attn_implementation", None):
@@ -464,6 +465,13 @@ class _Examination:
             f"print(rmm_linear.doctor(model, batch{self._counted()}))",
         ]
         return "\n".join([*head, *(["# or, with less to train:"] if first else []), *lines])
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Say whether a linear layer, and no wrapper of one, has several weights in a number."""
+    weight = module._parameters.get("weight")
+    is_integer = weight is not None and not weight.dtype.is_floating_point
+    return is_integer and hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
 def _configurations(model: nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -319,6 +320,6 @@ def test_the_command_prints_the_page_of_a_folder(tmp_path, capsys):
     assert "What to type:" in out
     assert err == ""
     assert main(["doctor", str(tmp_path), "--size", "4", "--method", "qlora", "--rank", "2", "--no-progress"]) == 0
-    assert ", 3 layers with LoRA, 3 weights quantized" in without_breaks(capsys.readouterr().out)
+    assert re.search(r"(\d+) layers with LoRA, \1 weights quantized", without_breaks(capsys.readouterr().out))
     assert main(["doctor", "/nowhere"]) == 2
     assert "MODEL must be a folder written by save_pretrained" in capsys.readouterr().err
