@@ -8,22 +8,25 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 _HINT = 'Use bytes as an integer, or a text such as "64MB" (10⁶ bytes) or "1.5GiB" (2³⁰ bytes).'
 
 
-def read_bytes(name: str, value: object) -> int:
+def read_bytes(name: str, value: object, others: str = "") -> int:
     """Read a number of bytes: an integer, or a text with B, KB … TB (powers of 1000) or KiB … TiB (powers of 1024).
+
+    others: A sentence about what else may be given, for errors.
 
     Example:
         >>> read_bytes("memory", "64MB"), read_bytes("memory", "1.5 GiB")
         (64000000, 1610612736)
     """
+    hint = f"{_HINT} {others}".rstrip()
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{name} must be a number of bytes or a text, got {value!r}. {_HINT}")
+        raise TypeError(f"{name} must be a number of bytes or a text, got {value!r}. {hint}")
     if isinstance(value, str):
         match = re.fullmatch(r"(\d+|\d*\.\d+)([KMGT]I?|)B?", value.replace(" ", "").upper())
         if not match:
-            raise ValueError(f"{name} must be a size, got {value!r}. {_HINT}")
+            raise ValueError(f"{name} must be a size, got {value!r}. {hint}")
         value = int(float(match[1]) * _UNITS[match[2]])
     if value < 1:
-        raise ValueError(f"{name} must be at least one byte, got {value}. {_HINT}")
+        raise ValueError(f"{name} must be at least one byte, got {value}. {hint}")
     return value
 
 

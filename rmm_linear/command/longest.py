@@ -16,8 +16,8 @@ from rmm_linear.command.methods import for_training
 from rmm_linear.command.models import ERRORS, model_on_meta, random_batch
 from rmm_linear.fitting.longest import LongestSequence, max_length
 from rmm_linear.fitting.options import ALLOW
+from rmm_linear.fitting.search import check_size
 from rmm_linear.fitting.shards import Shards
-from rmm_linear.planning.budget import read_budget
 
 _OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
 
@@ -40,7 +40,7 @@ def find_longest(arguments: argparse.Namespace) -> int:
 
 
 def _found(arguments: argparse.Namespace) -> LongestSequence:
-    read_budget(arguments.memory, 1)
+    check_size(arguments.memory)
     for name in ("batch_size", "rank", "multiple"):
         check_integer(name, getattr(arguments, name))
     model = model_on_meta(arguments.model)

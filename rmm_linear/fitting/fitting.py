@@ -24,7 +24,7 @@ from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
-from rmm_linear.planning.budget import BudgetError, read_budget, shown_budget
+from rmm_linear.planning.budget import BudgetError, read_budget, shown_budget, shown_least
 from rmm_linear.planning.step.step import as_in_training, copied, has_memory, run_step
 from rmm_linear.planning.step.watch import Held, watch
 
@@ -124,9 +124,9 @@ class Fitting:
         if self.total is not None and floor >= self.total:
             parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.static.to_dict().items() if size)
             raise BudgetError(
-                f"memory={self.asked} cannot be met: {show_bytes(floor)} are needed before anything is saved for a "
-                f"backward pass ({parts}). These would help: a smaller dtype, an optimizer with less state, adapters "
-                "(LoRA) instead of all weights, or shards over several devices."
+                f"memory={self.asked} cannot be met: {shown_least(floor, self.exact_peak)} are needed before anything "
+                f"is saved for a backward pass ({parts}). These would help: a smaller dtype, an optimizer with less "
+                "state, adapters (LoRA) instead of all weights, or shards over several devices."
             )
 
     def kept(self) -> FitReport | None:
@@ -220,8 +220,8 @@ class Fitting:
         if report is None:
             lowest = max(self.before + plan.predicted, *self.over, 0)
             raise BudgetError(
-                f"memory={self.asked} cannot be met in time={time:g}: the least is {show_bytes(lowest)}. "
-                f"{_CHECKPOINTED if self.is_checkpointed else ''}"
+                f"memory={self.asked} cannot be met in time={time:g}: the least is "
+                f"{shown_least(lowest, self.exact_peak)}. {_CHECKPOINTED if self.is_checkpointed else ''}"
                 "Use more time, more memory, or leave time out."
             )
         return report
@@ -281,7 +281,7 @@ class Fitting:
         witnesses = [*self.over, *([simulated] if simulated > (self.total or 0) else [])]
         lowest = min(witnesses or [simulated])
         return (
-            f"memory={self.asked} cannot be met: the least is {lowest} bytes ({show_bytes(lowest)}), which the "
+            f"memory={self.asked} cannot be met: the least is {shown_least(lowest, self.exact_peak)}, which the "
             f"{best.moment} needs. {_CHECKPOINTED if self.is_checkpointed else ''}"
             f"These would help: {', '.join(helps)}."
             f"{''.join(f' Note: {note}' for note in self.candidates.notes)}"

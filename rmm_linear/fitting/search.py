@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rmm_linear._support.progress import stage
-from rmm_linear._support.sizes import read_share, show_bytes
+from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
 from rmm_linear.fitting.duration import expect_fit
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.memory.peak import Peak
@@ -42,6 +42,7 @@ def check_size(memory: object) -> None:
         raise TypeError(
             f'memory must be bytes or a text such as "8GB", got {memory!r}. A share has no meaning here, nor "least".'
         )
+    read_bytes("memory", memory)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
 
+_SHARES = 'Or a share of the exact peak: a float such as 0.6, or "60%". Or "least".'
 LEAST = "least"  # as a budget: as little as a plan can need
 
 
@@ -29,7 +32,7 @@ def read_budget(memory: object, plain: int) -> int:
     if memory == LEAST:
         return 0
     share = read_share("memory", memory)
-    return read_bytes("memory", memory) if share is None else int(share * plain)
+    return read_bytes("memory", memory, _SHARES) if share is None else int(share * plain)
 
 
 def shown_budget(memory: object, plain: int) -> str:
@@ -41,3 +44,14 @@ def shown_budget(memory: object, plain: int) -> str:
     """
     is_share = memory != LEAST and read_share("memory", memory) is not None
     return f"{memory!r} ({show_bytes(read_budget(memory, plain))})" if is_share else repr(memory)
+
+
+def shown_least(least: int, plain: int) -> str:
+    """Write the least that is needed, also as a share of the exact peak, rounded up.
+
+    Example:
+        >>> shown_least(2150, 4096)
+        '2150 bytes (2.10 KiB), 53 % of the exact peak of 4.00 KiB'
+    """
+    share = f"{math.ceil(100 * least / plain)} % of the exact peak of {show_bytes(plain)}"
+    return f"{least} bytes ({show_bytes(least)}), {share}"

@@ -79,7 +79,8 @@ def test_a_model_that_fits_stays_as_it_is(caplog):
 def test_what_cannot_be_met_is_said_with_what_would_help():
     model, example = stack(3).train(), rows()
     with pytest.raises(
-        ValueError, match=r"cannot be met: the least is \d+ bytes .* needs\. These would help: a smaller"
+        ValueError,
+        match=r"cannot be met: the least is \d+ bytes .*, \d+ % of the exact peak of .* needs\. These would help: a smaller",
     ):
         fit(model, example, memory=0.3, allow=("keep", "recompute"))
     with pytest.raises(ValueError, match=r"before anything is saved .*parameters .*gradients .*optimizer"):
@@ -283,7 +284,7 @@ class Plain(nn.Module):
         ({"memory": 1}, ValueError, "memory=1 cannot be met: .* are needed before anything is saved"),
         ({"memory": -8}, ValueError, "at least one byte, got -8"),
         ({"memory": True}, TypeError, "must be a number of bytes or a text, got True"),
-        ({"memory": "8 gigs"}, ValueError, "memory must be a size, got '8 gigs'"),
+        ({"memory": "8 gigs"}, ValueError, "memory must be a size, got '8 gigs'.* such as 0.6, or \"60%\""),
         ({"memory": None}, TypeError, "got neither"),
         ({"allow": ["recomput"]}, ValueError, "Did you mean 'recompute'"),
         ({"allow": "keep,recompute"}, ValueError, "allow must be of keep, sketch"),

@@ -9,13 +9,12 @@ from typing import Any
 from torch import nn
 
 from rmm_linear._support.progress import counting, reporting
-from rmm_linear._support.sizes import show_bytes
 from rmm_linear.planning.blocks.find import alike, find_inner
 from rmm_linear.planning.blocks.measure import BlockCost, Costs, expect_steps, measure
 from rmm_linear.planning.blocks.plan import KEEP, NESTED, RECOMPUTE, SELECTIVE, BlockPlan, PlannedBlock
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.timing import cheap_shares, time_modules
-from rmm_linear.planning.budget import LEAST, BudgetError, read_budget
+from rmm_linear.planning.budget import LEAST, BudgetError, read_budget, shown_budget, shown_least
 from rmm_linear.planning.step.flops import by_plain, count_flops
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace
@@ -100,8 +99,9 @@ def _planned(
     assert best is not None  # noqa: S101 nothing waits elsewhere
     if memory != LEAST and best.predicted > budget:
         raise BudgetError(
-            f"memory={memory!r} cannot be met: the least is {best.predicted} bytes ({show_bytes(best.predicted)}), "
-            f"which the {best.moment} needs. Use more memory, or a smaller batch."
+            f"memory={shown_budget(memory, costs.peak.bytes)} cannot be met: the least is "
+            f"{shown_least(best.predicted, costs.peak.bytes)}, which the {best.moment} needs. Use more memory, or a "
+            "smaller batch."
         )
     flops = by_plain(count_planned_flops(best, example), count_flops(model, example))
     memory = best.predicted if memory == LEAST else budget

@@ -8,9 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from rmm_linear._support.progress import end_stage, expect, reporting, stage, took
-from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.validation import did_you_mean
-from rmm_linear.planning.budget import LEAST, BudgetError, check_model, read_budget
+from rmm_linear.planning.budget import LEAST, BudgetError, check_model, read_budget, shown_budget, shown_least
 from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.pieces import graph_flops, run_in_pieces, simulate_graph
 from rmm_linear.planning.graphs.plan import METHODS, GraphPlan, fingerprint, planned_pieces
@@ -98,8 +97,9 @@ def plan_captured(
     if best is None:
         smallest, least = search.smallest()
         raise BudgetError(
-            f"memory={memory!r} cannot be met with method={method!r}: the least found is {least} bytes "
-            f"({show_bytes(least)}), in {len(set(smallest.parts[0]))} pieces. Use more memory, or a smaller batch."
+            f"memory={shown_budget(memory, plain)} cannot be met with method={method!r}: the least found is "
+            f"{shown_least(least, plain)}, in {len(set(smallest.parts[0]))} pieces. Use more memory, or a smaller "
+            "batch."
         )
     proposal, predicted = best
     part, recomputed = proposal.parts
