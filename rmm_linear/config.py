@@ -32,6 +32,13 @@ QUALITIES: dict[str, dict[str, Any]] = {
     "default": {},
     "smallest": {"bits": 1.6, "norm_bits": 2, "directions": 16},
 }
+
+
+def suggested(got: object) -> str:
+    """Write the configuration that a user may mean by something else: that of a quality, or the default."""
+    return f"RMMConfig.preset({got!r})" if isinstance(got, str) and got in QUALITIES else "RMMConfig()"
+
+
 _SELECTION = ("operations", "target_modules", "exclude_modules", "overrides")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,8 @@ from torch import nn
 from rmm_linear._support.patterns import expressions_for
 from rmm_linear.config import RMMConfig
 
+_RULE = "filter must be a function of a module and its name, in this order"
+_SWAPPED = [(name, module) for name in ("name", "fqn", "n") for module in ("module", "m", "mod", "layer")]
 Filter = Callable[[nn.Module, str], Any]
 
 
@@ -20,6 +23,25 @@ def check_filter(filter: object) -> None:
             f"filter must be a function of a module and its name, got {filter!r}. "
             "Use target_modules or exclude_modules for names and patterns."
         )
+    if filter is not None and _parameters(filter)[:2] in _SWAPPED:
+        raise TypeError(f"{_RULE}, got one that takes {', '.join(_parameters(filter)[:2])}. Swap them.")
+
+
+def _parameters(filter: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(signature(filter).parameters)
+    except (TypeError, ValueError):  # of some built-in functions
+        return ()
+
+
+def _asked(filter: Filter, module: nn.Module, name: str) -> bool:
+    try:
+        return bool(filter(module, name))
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{_RULE}, as filter=lambda module, name: ..., got one that raises {type(error).__name__} for {name!r}, "
+            f"{type(module).__name__}: {error}."
+        ) from error
 
 
 def without_rejected(
@@ -35,7 +57,7 @@ def without_rejected(
     answers: dict[str, bool] = {}
     narrowed, found = config, selected(config)
     while True:
-        answers |= {name: bool(filter(module, name)) for name, module in found.items() if name not in answers}
+        answers |= {name: _asked(filter, module, name) for name, module in found.items() if name not in answers}
         rejected = [name for name, answer in answers.items() if not answer]
         if all(answers[name] for name in found):
             break

@@ -68,7 +68,7 @@ class FitCallback(TrainerCallback):
     Activation checkpointing that the Trainer turns on is off as long as the plan is applied, unless it is to be kept.
 
     fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
-    which the model is planned. checkpointing: "replace" or "keep", where ``fit`` does not say.
+    which the model is planned. checkpointing: "replace" or "keep", where ``fit`` does not say; None is "replace".
 
     Attributes:
         fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
@@ -78,11 +78,18 @@ class FitCallback(TrainerCallback):
         self,
         fit: str | int | float | Mapping[str, Any],
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        checkpointing: str = REPLACE,
+        checkpointing: str | None = None,
     ) -> None:
         """Store the settings, and check them."""
-        check_checkpointing(checkpointing)
-        self.settings = {**({} if checkpointing == REPLACE else {"checkpointing": checkpointing}), **read_fit(fit)}
+        self.settings = read_fit(fit)
+        if checkpointing is not None:
+            check_checkpointing(checkpointing)
+            if (other := self.settings.get("checkpointing", checkpointing)) != checkpointing:
+                raise ValueError(
+                    f'checkpointing and the key "checkpointing" of fit must agree, got checkpointing={checkpointing!r} '
+                    f'and fit={{"checkpointing": {other!r}}}. Give one of them.'
+                )
+            self.settings |= {} if checkpointing == REPLACE else {"checkpointing": checkpointing}
         self.around = around
         self.fit_report: FitReport | None = None
         self._trainer: Any = None

@@ -6,6 +6,9 @@ files, and a checkpoint saved later, have the original ones, and the settings tr
 module before such a folder is loaded: otherwise transformers warns that it does not know the method, and loads the
 model as it is.
 
+transformers takes an RMMConfig, such as ``RMMConfig.preset("careful")``, or ``{"quant_method": "rmm", "quality":
+"careful"}``, with fields of an RMMConfig beside them. A text is an AttributeError of its own: it takes none.
+
 The model is converted once its weights are loaded, which suits training all of them. Adapters come later: call
 :func:`rmm_linear.convert` after ``get_peft_model`` instead, or use
 :class:`RMMCallback <rmm_linear.integrations.transformers.RMMCallback>`. What sketches have learned, and plans, are in
@@ -41,7 +44,7 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_KEY = "quant_method"
+_KEY, _QUALITY = "quant_method", "quality"
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -50,8 +53,11 @@ class SettingsReader(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return an RMMConfig; an unknown key is an error."""
-        config = RMMConfig.from_dict({name: value for name, value in config_dict.items() if name != _KEY})
+        """Return an RMMConfig, of a quality if a key "quality" has one; an unknown key is an error."""
+        fields = {name: value for name, value in config_dict.items() if name not in (_KEY, _QUALITY)}
+        if (quality := config_dict.get(_QUALITY)) is not None:
+            fields = {**RMMConfig.preset(quality).to_dict(), **fields}
+        config = RMMConfig.from_dict(fields)
         return (config, kwargs) if return_unused_kwargs else config
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rmm_linear._support.installing import not_usable
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import QUALITIES, RMMConfig, suggested
 
 try:
     from transformers import Trainer
@@ -86,10 +86,11 @@ class RMMTrainer(Trainer, metaclass=TrainerSubscript):
         **kwargs: Any,
     ) -> None:
         """Make the Trainer and add the callback."""
-        if isinstance(rmm, bool) or not isinstance(rmm, RMMConfig | str | int | float | Mapping):
+        is_quality = isinstance(rmm, str) and rmm in QUALITIES
+        if isinstance(rmm, bool) or is_quality or not isinstance(rmm, RMMConfig | str | int | float | Mapping):
             raise TypeError(
                 f'rmm must be an RMMConfig, a budget such as "8GB", or a mapping such as {{"memory": "8GB"}}, '
-                f"got {rmm!r}."
+                f"got {rmm!r}. Use rmm={suggested(rmm)} to convert."
             )
         self.rmm = RMMCallback(convert=rmm) if isinstance(rmm, RMMConfig) else RMMCallback(fit=rmm)
         super().__init__(*args, **kwargs)

@@ -16,7 +16,7 @@ import torch
 import rmm_linear
 from rmm_linear._support.installing import not_usable
 from rmm_linear._support.tables import wrapped
-from rmm_linear.config import OPERATIONS, RMMConfig
+from rmm_linear.config import OPERATIONS, RMMConfig, suggested
 from rmm_linear.context.checkpointing import KEEP, REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.report import ConversionReport
@@ -102,12 +102,12 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         checkpointing: "replace" turns activation checkpointing, which TRL's trainers turn on by default, off: with
             ``convert`` until the training ends, or the next one begins if it raises, and with ``fit`` as long as the
             plan is applied; with ``RMMConfig(checkpointed="packed")`` it stays. "keep" leaves it on: what it recomputes
-            stays exact, and is not the plan's to choose. ``fit`` may have it as a key instead.
+            stays exact, and is not the plan's to choose. ``fit`` may have it as a key instead. None is "replace".
 
     Raises:
         TypeError: If ``trainer`` is not a Trainer, or an argument has the wrong type.
         ValueError: If ``every``, ``limit``, ``whole_every`` or ``draws`` is not positive, or more than one of
-            ``report``, ``convert`` and ``fit`` is given, or ``fit`` has no budget.
+            ``report``, ``convert`` and ``fit`` is given, ``fit`` has no budget, or it has another "checkpointing".
 
     Example:
         ``SFTTrainer(model, callbacks=[RMMCallback(convert=RMMConfig())])`` converts, reports and logs;
@@ -130,7 +130,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         config: RMMConfig | None = None,
         whole_every: int | None = None,
         draws: int = 2,
-        checkpointing: str = REPLACE,
+        checkpointing: str | None = None,
     ) -> None:
         """Store the Trainer and the options, and check them."""
         SketchStateCallback.__init__(self)
@@ -143,7 +143,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             )
         if convert is not None and not isinstance(convert, RMMConfig):
             raise TypeError(
-                f"convert must be an RMMConfig or None, got {convert!r}. Use RMMCallback(convert=RMMConfig())."
+                f"convert must be an RMMConfig or None, got {convert!r}. Use RMMCallback(convert={suggested(convert)})."
             )
         if convert is not None and report is not None:
             raise ValueError(
@@ -162,9 +162,10 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         self.trainer: Any = trainer
         self.report, self.limit = report, limit
         self.convert, self.per_layer = convert, per_layer
-        check_checkpointing(checkpointing)
+        if checkpointing is not None:
+            check_checkpointing(checkpointing)
         is_kept = convert is not None and convert.checkpointed == "packed"
-        self.checkpointing = KEEP if is_kept else checkpointing
+        self.checkpointing = KEEP if is_kept else checkpointing or REPLACE
         self._off: Uncheckpointed | None = None
         self._fitting = None if fit is None else FitCallback(fit, self._unprobed, checkpointing)
         self.offload_folder = None if self._fitting is None else self._fitting.settings.get("folder")

@@ -84,6 +84,13 @@ def test_a_name_is_excluded_alone_where_others_end_in_it(given):
     [
         (lambda module, name: False, ValueError, r"rejects all 3 \(first, second, dropout\)"),
         (["first"], TypeError, r"filter must be a function of a module and its name, got \['first'\]"),
+        (lambda name, module: name != "first", TypeError, "in this order, got one that takes name, module. Swap them"),
+        (
+            lambda one, other: "f" in one,
+            TypeError,
+            "in this order, .* got one that raises TypeError for 'first', Linear: ",
+        ),
+        (lambda one, other: other.weight, TypeError, "got one that raises AttributeError for 'first', Linear: 'str' "),
     ],
 )
 def test_a_mistake_leaves_the_model_alone(filter, error, message):

@@ -1,5 +1,7 @@
 """A plan takes the place of activation checkpointing, which revert turns on again, or leaves it and names it."""
 
+import re
+
 import pytest
 import torch
 from helpers import tiny_model, token_ids
@@ -7,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import rmm_linear
 from rmm_linear.context.checkpointing import is_checkpointed
+from rmm_linear.integrations.transformers import RMMCallback
 from rmm_linear.planning import load_plan
 
 KEPT = {"memory": 1.0, "allow": ["keep"]}
@@ -72,6 +75,15 @@ def test_it_is_kept_and_named_where_that_is_asked_for():
     assert is_checkpointed(model)
     with pytest.raises(ValueError, match="Did you mean 'replace'"):
         rmm_linear.fit(model, BATCH, checkpointing="replaced", **KEPT)
+
+
+@pytest.mark.parametrize(("one", "other"), [("keep", "replace"), ("replace", "keep")])
+def test_a_callback_that_is_told_both_says_so(one, other):
+    text = f"must agree, got checkpointing='{one}' and fit={{\"checkpointing\": '{other}'}}. Give one"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        RMMCallback(fit={"memory": "1GB", "checkpointing": other}, checkpointing=one)
+    agreed = RMMCallback(fit={"memory": "1GB", "checkpointing": one}, checkpointing=one)
+    assert agreed._fitting.settings["checkpointing"] == one
 
 
 @pytest.mark.parametrize(

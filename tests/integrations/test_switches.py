@@ -81,7 +81,8 @@ def test_a_wrong_subscript_is_named(subscript, got):
     [
         (True, TypeError, "rmm must be an RMMConfig, a budget"),
         (None, TypeError, "rmm must be an RMMConfig, a budget"),
-        ("careful", ValueError, "memory must be a size"),
+        ("careful", TypeError, r"got 'careful'. Use rmm=RMMConfig.preset\('careful'\) to convert"),
+        ("8 gigs", ValueError, "memory must be a size"),
         ({"memry": "8GB"}, ValueError, "Did you mean 'memory'"),
     ],
 )
@@ -128,6 +129,13 @@ def test_the_model_is_none_that_transformers_takes_for_quantized(folders, tmp_pa
     Trainer(model, arguments(tmp_path), train_dataset=rows).train()
     assert not torch.equal(model.lm_head.weight, before)
     assert model.half().dtype is torch.float16  # refused for quantized models
+
+
+def test_a_quality_in_a_mapping_is_that_of_a_preset(folders):
+    given = {"quant_method": "rmm", "quality": "careful", "min_rows": 8}
+    model = AutoModelForCausalLM.from_pretrained(folders[0], quantization_config=given)
+    fields = {name: value for name, value in model.config.quantization_config.items() if name != "quant_method"}
+    assert RMMConfig.from_dict(fields) == RMMConfig.preset("careful", min_rows=8)
 
 
 def test_adapters_on_a_loaded_model_are_converted_with_it_again(folders):
