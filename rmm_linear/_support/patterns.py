@@ -13,7 +13,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -70,6 +70,22 @@ def expressions_for(names: Iterable[str]) -> Iterator[str]:
         joined += f"|{name}" if joined else name
     if joined:
         yield f"^(?:{joined})"
+
+
+def entries_for(chosen: Collection[str], names: Iterable[str]) -> list[str]:
+    r"""Make entries of a list that match some of several names, and no other: patterns where others end in them.
+
+    Example:
+        >>> entries_for(["a", "b.c"], ["a", "b.c", "d.a", "e"])
+        ['b.c', '^(?:a)']
+    """
+    wanted = set(chosen)
+    others = [name for name in names if name not in wanted]
+    suffixes = {name[at + 1 :] for name in others for at, letter in enumerate(name) if letter == "."}
+    return [
+        *(name for name in chosen if name not in suffixes),
+        *expressions_for(name for name in chosen if name in suffixes),
+    ]
 
 
 def check_patterns(patterns: Iterable[str]) -> None:

@@ -118,7 +118,7 @@ def convert(
         return dataclasses.replace(report, dry_run=True)
     sketched = {name: sketched_class(module) for name, module in linears.items()}
     if example is not None:
-        config = restricted(config, _operations(linears, packed))
+        config = restricted(config, _operations(linears, packed), names.values())
     context = ModelContext([*linears, *packed], config)
     context.attach(model)
     context.checks.note_model(model)

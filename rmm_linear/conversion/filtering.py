@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.patterns import expressions_for
+from rmm_linear._support.patterns import entries_for
 from rmm_linear.config import RMMConfig
 
 _RULE = "filter must be a function of a module and its name, in this order"
@@ -74,9 +74,5 @@ def without_rejected(
 
 def _with_names(given: str | Any | None, rejected: list[str], names: Collection[str]) -> list[str]:
     """Add names to ``exclude_modules``, as patterns where they would match other modules too."""
-    added = set(rejected)
-    kept = [name for name in names if name not in added]
-    suffixes = {name[at + 1 :] for name in kept for at, letter in enumerate(name) if letter == "."}
-    alone = [name for name in rejected if name in suffixes]
     before = ["^" + given] if isinstance(given, str) else [*(given or ())]
-    return [*before, *(name for name in rejected if name not in suffixes), *expressions_for(alone)]
+    return [*before, *entries_for(rejected, names)]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from rmm_linear._support.patterns import matches
+from rmm_linear._support.patterns import entries_for, matches
 from rmm_linear.config import RMMConfig
 
 # Added by torch.compile, torch's checkpoint_wrapper and FSDP1, possibly in the middle of a name.
@@ -137,8 +137,8 @@ def check_overrides(config: RMMConfig, operations: Mapping[str, str]) -> None:
                 )
 
 
-def restricted(config: RMMConfig, operations: Mapping[str, str]) -> RMMConfig:
-    """Return a configuration that selects given modules without an example."""
+def restricted(config: RMMConfig, operations: Mapping[str, str], names: Iterable[str] = ()) -> RMMConfig:
+    """Return a configuration that selects given modules without an example, and no others of several names."""
     linears = [name for name, operation in operations.items() if operation == "linear"]
     overrides = {}
     for pattern, changes in config.overrides.items():
@@ -148,7 +148,7 @@ def restricted(config: RMMConfig, operations: Mapping[str, str]) -> RMMConfig:
     if not linears:
         others = [name for name in config.operations if name != "linear"]
         return config.replace(operations=others, overrides=overrides)
-    return config.replace(target_modules=linears, overrides=overrides)
+    return config.replace(target_modules=entries_for(linears, names), overrides=overrides)
 
 
 def _changes(field: str, operations: set[str]) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 
 from rmm_linear._support.files import write_text
 from rmm_linear._support.json_files import read_json
+from rmm_linear._support.patterns import entries_for, matches
 from rmm_linear.config import STATE_KEY, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, revert
@@ -100,7 +101,12 @@ def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, Ske
     targets = config.target_modules
     if isinstance(targets, str):
         return config
-    return config.replace(target_modules=[names.get(target, target) for target in targets])
+    entries = dict[str, None]()
+    for target in targets:
+        found = [name for before, name in names.items() if matches([target], before)]
+        same = found == [name for name in names.values() if matches([target], name)]
+        entries |= dict.fromkeys([target] if same else entries_for(found, map(own_name, dict(model.named_modules()))))
+    return config.replace(target_modules=list(entries))
 
 
 def convert_as_saved(

@@ -227,3 +227,30 @@ def test_files_of_another_form_are_refused(tmp_path, damage):
     path = tmp_path / "rmm_config.json"
     path.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage))
     assert is_refused(tmp_path)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.fc(x.tanh())  # which saves the input of fc
+
+
+class Outer(Inner):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner(self.fc(x * 2) + x)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["plain", "wrapped"])
+def test_a_chosen_layer_whose_name_ends_that_of_another_is_chosen_alone(wrap, tmp_path):
+    model = wrap(Outer())
+    report = convert(model, example=torch.randn(200, 32))
+    assert len(report.converted) == 1
+    save_conversion(model, tmp_path)
+    assert list(convert_as_saved(Outer(), tmp_path).converted) == ["fc"]
