@@ -16,11 +16,11 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from glue_finetune import flags
+from glue_finetune.checks import check_values
 from glue_finetune.errors import UserError, one_line
 from glue_finetune.flags import GlueArguments, flag, flags_parser
-from glue_finetune.tasks import TASKS, get_task, training_defaults
+from glue_finetune.tasks import get_task, training_defaults
 from rmm_linear import RMMConfig
-from rmm_linear.integrations.fit_settings import read_fit
 
 
 @dataclasses.dataclass
@@ -75,6 +75,7 @@ def make_parser() -> HfArgumentParser:
 
 def parse(argv: list[str]) -> Arguments:
     """Parse and check a command line, which a UserError refuses. Reads the file of --rmm_config, writes nothing."""
+    check_values(argv)
     parser = make_parser()
     task_name = flags_parser("task_name").parse_known_args(argv)[0].task_name
     if task_name is not None:
@@ -83,14 +84,7 @@ def parse(argv: list[str]) -> Arguments:
     if unknown:
         flags.refuse_flag(unknown[0], (option for action in parser._actions for option in action.option_strings))
     values = vars(namespace)
-    if values["task_name"] is None and not values["demo"]:
-        raise UserError(f"task_name is required, one of {', '.join(TASKS)}. Or start with --demo.")
-    if not values["output_dir"] and not values["demo"]:
-        raise UserError("output_dir is required, the folder for results and checkpoints. Add --output_dir out/run.")
-    _check_numbers(values)
     given = _given(parser, argv)
-    if values["max_memory"] is not None:
-        _check_max_memory(values, given)
     config, is_exact = flags.build_config(values, given)
     if flags.has_estimators(config):
         values["remove_unused_columns"] = False  # the examples' numbers are no argument of a model's forward
@@ -107,42 +101,6 @@ def parse(argv: list[str]) -> Arguments:
     glue = GlueArguments(**_pick(values, GlueArguments))
     is_unconverted = is_exact or glue.max_memory is not None
     return Arguments(glue, training, None if is_unconverted else config, config, tuple(argv), given)
-
-
-def _check_max_memory(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Check the budget, and that no other flag chooses or measures a sketch."""
-    excluded = [*flags.sketch_flags(given), *(name for name in ("probe_every", "compare", "demo") if name in given)]
-    if excluded:
-        raise UserError(
-            f"--max_memory chooses what is sketched, so other flags must not, got --{excluded[0]} too. Leave out one "
-            "of them."
-        )
-    try:
-        read_fit(values["max_memory"])
-    except ValueError as error:
-        raise UserError(f"max_memory: {one_line(error)}") from error
-
-
-def _check_numbers(values: dict[str, Any]) -> None:
-    """Check what would fail only after output_dir was made."""
-    for name in ("seed", "data_seed", "seeds"):
-        for seed in values[name] if isinstance(values[name], list) else [values[name]]:
-            if seed is not None and not 0 <= seed < 2**32:
-                raise UserError(f"{name} must be in [0, 2**32), got {seed}.")
-    for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= values[name] < 1:
-            raise UserError(f"{name} must be in [0, 1), got {values[name]:g}.")
-    least = {
-        **dict.fromkeys(("max_seq_length", "probe_every", "gradient_accumulation_steps"), 1),
-        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1),
-        "dataloader_num_workers": 0,
-    }
-    for name, minimum in least.items():
-        if values[name] is not None and values[name] < minimum:
-            raise UserError(f"{name} must be at least {minimum}, got {values[name]}.")
-    for name in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "num_train_epochs"):
-        if not 0 <= values[name] < math.inf:
-            raise UserError(f"{name} must be a finite number of at least 0, got {values[name]:g}.")
 
 
 def _pick(values: dict[str, Any], cls: type) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 from glue_finetune.arguments import Arguments, differences, parse, run_settings
 from glue_finetune.checkpoints import complete_checkpoints, has_files, make_folder, saving, write_json
+from glue_finetune.checks import Setting, parse_setting
 from glue_finetune.errors import UserError
 from glue_finetune.flags import PROGRAM, flags_parser
 from glue_finetune.modeling import check_conversion
@@ -45,19 +46,6 @@ _NOTES = """
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """One entry of --compare: as it was typed, and the flags that it stands for."""
-
-    label: str
-    flags: tuple[str, ...]
-
-    @property
-    def folder(self) -> str:
-        """Name of its folder."""
-        return self.label.replace(":", "-").replace("@", "-")
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """One run of a comparison: what is compared, its command line, as typed and parsed, and its output_dir."""
 
@@ -66,23 +54,6 @@ class Run:
     argv: tuple[str, ...]
     arguments: Arguments
     folder: Path
-
-
-def parse_setting(text: str) -> Setting:
-    """Read an entry of --compare; a UserError if it has another form. Values are checked where the flags are."""
-    sketch, at, operations = text.partition("@")
-    first, *others = sketch.split(":")
-    kind, plus, estimator = first.partition("+")
-    parts, names = [kind, *others], ("--kind", "--ratio", "--bits")
-    if len(parts) > len(names) or not all(parts) or (plus and not estimator) or (at and not operations):
-        raise UserError(
-            "An entry of --compare must be kind:ratio[:bits], or kind alone, and may end in @ and operations joined by "
-            f"+, got {text!r}. Example: rows:0.1@linear"
-        )
-    words = [word for pair in zip(names, parts, strict=False) for word in pair]
-    words += ["--norm_estimator", estimator] if plus else []
-    words += ["--operations", *operations.split("+")] if at else []
-    return Setting(text, tuple(words))
 
 
 def run_comparison(arguments: Arguments, describe: Callable[[pd.DataFrame], str] | None = None) -> int:

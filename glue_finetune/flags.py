@@ -109,7 +109,7 @@ def flags_parser(*names: str, **options: Any) -> argparse.ArgumentParser:
     """Make a parser that picks a few flags, given as ``add_argument`` takes them, out of a command line."""
     parser = Parser(add_help=False, allow_abbrev=False)
     for name in names:
-        parser.add_argument(*_spellings(name), dest=name, **options)
+        parser.add_argument(*spellings(name), dest=name, **options)
     return parser
 
 
@@ -130,23 +130,29 @@ def check_flags(words: Sequence[str]) -> None:
     task_name = flags_parser("task_name").parse_known_args(words)[0].task_name
     if task_name is not None:
         get_task(task_name)
-    spec = importlib.util.find_spec("transformers")
-    source = Path(spec.origin if spec and spec.origin else "").with_name("training_args.py")
-    if not source.is_file():
+    if not (training := theirs()):
         return
-    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    theirs = [
-        node.target.id
-        for each in classes
-        for node in each.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
     own = [field.name for field in dataclasses.fields(GlueArguments)]
-    known = {*own, *_FIELDS, *theirs, "rmm_config", "quality", "overwrite_output_dir", "help", "help_all"}
+    known = {*own, *_FIELDS, *training, "rmm_config", "quality", "overwrite_output_dir", "help", "help_all"}
     for word in words:
         name = word[2:].partition("=")[0].replace("-", "_")
         if word.startswith("--") and not {name, name.removeprefix("no_")} & known:
             refuse_flag(word, [f"--{each}" for each in sorted(known)])
+
+
+def theirs() -> dict[str, str]:
+    """Return the fields of transformers' TrainingArguments with their types, of its source; empty without it."""
+    spec = importlib.util.find_spec("transformers")
+    source = Path(spec.origin if spec and spec.origin else "").with_name("training_args.py")
+    if not source.is_file():
+        return {}
+    return {
+        node.target.id: ast.unparse(node.annotation)
+        for each in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(each, ast.ClassDef)
+        for node in each.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
 
 
 def refuse_flag(word: str, known: Iterable[str]) -> NoReturn:
@@ -160,7 +166,7 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
     """Add --rmm_config and one flag for each field of RMMConfig but `overrides`."""
     group = parser.add_argument_group("sketch (rmm_linear.RMMConfig)")
     group.add_argument(
-        *_spellings("rmm_config"),
+        *spellings("rmm_config"),
         metavar="FILE",
         help="A configuration saved by RMMConfig.save. Flags of this group override its fields.",
     )
@@ -177,7 +183,7 @@ def add_sketch_flags(parser: argparse.ArgumentParser) -> None:
         )
         baseline = f" Or {EXACT}, the unchanged baseline." if name == "kind" else ""
         group.add_argument(
-            *_spellings(name), default=getattr(defaults, name), help=field.metadata["help"] + baseline, **form
+            *spellings(name), default=getattr(defaults, name), help=field.metadata["help"] + baseline, **form
         )
 
 
@@ -222,7 +228,8 @@ def has_estimators(config: RMMConfig) -> bool:
     return any(changes.get("norm_estimator", NONE) != NONE for changes in fields)
 
 
-def _spellings(name: str) -> list[str]:
+def spellings(name: str) -> list[str]:
+    """Return a flag with underscores and, where it differs, with dashes."""
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 

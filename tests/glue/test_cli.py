@@ -119,13 +119,16 @@ def test_results_say_what_stayed_exact(model, cola, tmp_path, capsys):
 def test_a_typo_is_told_before_transformers_is_imported():
     typos = {
         ("--task_name", "imdb"): r"task_name must be one of .*, got 'imdb'\.",
+        ("--task_name", "cola", "--output_dir", "x", "--bits", "5"): r"bits must be 8, .*, got 5\..*",
+        ("--task_name", "cola", "--output_dir", "x", "--compare", "a"): r"a of --compare: kind must be one of .*",
+        ("--learning_rate", "abc"): r"argument --learning_rate/--learning-rate: invalid float value: 'abc'",
         ("--learning-rat", "1"): r"Every argument must be a known flag .*, got '--learning-rat'. Did you mean --lea.*",
     }
     root = Path(modeling.__file__).parents[1]
     code = (
         "import sys; from glue_finetune.__main__ import main\n"
         f"assert all(main(list(typo)) == 2 for typo in {list(typos)})\n"
-        "assert 'transformers' not in sys.modules"
+        "assert not {'transformers', 'torch._dynamo'} & {*sys.modules}"
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, "")
