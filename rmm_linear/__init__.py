@@ -1,4 +1,4 @@
-"""rmm_linear: train transformers with a tenth of the activation memory, with random, unbiased gradients.
+"""rmm_linear: fine-tune transformers in less memory, with random, unbiased gradients.
 
 import rmm_linear
 print(rmm_linear.convert(model, ratio=0.1))   # train as before

@@ -103,7 +103,7 @@ def _help_all() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Train transformers with a tenth of the activation memory.",
+        description="Fine-tune transformers in less memory: blocks of LLaMA-1B in 40 % of the peak for 20 % more time.",
         epilog=f"{PROGRAM} COMMAND --help has a command's flags, {PROGRAM} --help-all those of all commands, and "
         f"{PROGRAM} glue --help-all those that transformers adds to the script of GLUE.",
     )

@@ -9,6 +9,7 @@ from rmm_linear._support.reports import Report
 from rmm_linear._support.tables import grouped, named_table, table, wrapped
 from rmm_linear.conversion.checkpointed import BlockMemory
 
+OTHERS = "others"  # what has no word of its own among what stays uncompressed
 SHOWN = 0.02  # modules with a smaller share are summed when an explanation is printed
 _LEAST = 0.005  # operations with a smaller share are not in the line
 
@@ -115,9 +116,11 @@ class Explanation(Report):
         parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= _LEAST)
         text = f"saved for backward: {_change(self.before, self.after)} MiB ({self.share_of(self.after):.0%})"
         text += f": {parts}" if parts else ""
-        kinds = {kind: self.share_of(count) for kind, count in self.kinds.items()}
-        if large := [f"{share:.0%} {kind}" for kind, share in kinds.items() if share >= SHOWN]:
-            text += f"; not compressed: {', '.join(large)}"
+        found = {kind: self.share_of(count) for kind, count in self.kinds.items()}
+        if large := {kind: share for kind, share in found.items() if share >= SHOWN}:
+            kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in large.items())
+            named = "" if [*large] == [OTHERS] else f": {kinds}"
+            text += f"; of that, {sum(large.values()):.0%} stay uncompressed{named}"
         return text
 
     def note(self) -> str:

@@ -12,8 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.tables import grouped
+from rmm_linear.activations.norm_form import norm_of
 from rmm_linear.config import OPERATIONS, RMMConfig
-from rmm_linear.conversion.explanation import Keeper, OperationMemory
+from rmm_linear.conversion.explanation import OTHERS, Keeper, OperationMemory
 from rmm_linear.conversion.linears import is_linear_like
 from rmm_linear.conversion.names import output_heads
 from rmm_linear.conversion.packed import choose_packed
@@ -71,6 +72,8 @@ def _kind_of(module: nn.Module) -> str | None:
         return "norms over other dimensions"
     own = [p for p in module._parameters.values() if p is not None and not is_lazy(p) and 1 not in p.shape]
     sizes = max((p.dim() for p in own), default=0)
+    if sizes == 1 and "norm" in type(module).__name__.lower() and norm_of(module) is None:
+        return type(module).__name__  # of kernels that run elsewhere, which cannot be compared here
     if sizes < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return None
     return "experts" if sizes == 3 else type(module).__name__
@@ -157,7 +160,7 @@ class Reasons:
     def kind(self, name: str, reason: str) -> str:
         """Say in a word or two what saves a storage of a module, for a reason."""
         words = {self._loss: "the loss", _INPUTS: RECOMPUTED_INPUTS}
-        return _nearest(name, self._report.uncompressed) or words.get(reason, "others")
+        return _nearest(name, self._report.uncompressed) or words.get(reason, OTHERS)
 
     def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
         """Say why a storage is saved."""

@@ -260,21 +260,27 @@ class ConversionReport(Report):
 
         Returns:
             The summary line, hints, what the modules of each operation save, and a table in which modules that differ
-            in numbers of their names share a row. What differs from the others of an operation is in the table.
+            in numbers of their names share a row. What differs from the others of an operation follows.
         """
-        silent, listed, usual = dict[str, list[str]](), list[tuple[str, ...]](), self._usual()
+        silent, others = dict[str, list[str]](), dict[str, list[str]]()
+        listed, usual = list[tuple[str, str]](), self._usual()
         for name, operation, _, saves in self._rows():
             if saves in (_FROZEN, RECOMPUTED):
                 silent.setdefault(saves, []).append(name)
+            elif saves == usual.get(operation):
+                listed.append((name, operation))
             else:
-                listed.append((name, operation, "" if saves == usual.get(operation) else saves))
+                others.setdefault(saves, []).append(name)
         rows = [(pattern, str(len(names)), *rest) for pattern, names, rest in grouped(listed)]
         lines = [self._head()]
         if usual:
             same = {saves: [one for one in usual if usual[one] == saves] for saves in usual.values()}
             lines.append(wrapped("; ".join(f"{' and '.join(of)}: {saves}" for saves, of in same.items()), 2))
         if rows:
-            lines.append(named_table(("module", "count", "operation", "saves instead"), rows))
+            lines.append(named_table(("module", "count", "operation"), rows))
+        for saves, names in others.items():
+            patterns = ", ".join(pattern for pattern, _, _ in grouped((name, "") for name in names))
+            lines.append(wrapped(f"{patterns}: {saves}", 2))
         prefix = prefix_of([row[0] for row in rows])
         for why, names in silent.items():
             said = "frozen and save nothing" if why == _FROZEN else why.replace(_EXACT, "and stay exact")

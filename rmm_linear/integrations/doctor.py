@@ -260,9 +260,10 @@ class _Examination:
             return [Finding("checkpointing", text)]
         if not self.is_checkpointed:
             return []
+        how = "gradient_checkpointing=False in its arguments" if self.given.is_trainer else how_to_turn_off(self.model)
         text = (
             "it is on: blocks save their input alone and run twice, a third more time, and convert leaves what is "
-            f"recomputed exact. To turn it off: {how_to_turn_off(self.model)}."
+            f"recomputed exact. To turn it off: {how}."
         )
         if PACKED in self.options and CONVERT in self.options:
             packed, plain = self.options[PACKED].peak, self.options[CONVERT].peak
