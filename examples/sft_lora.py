@@ -2,11 +2,12 @@
 
 python examples/sft_lora.py                                          a small model on Python's manual
 python examples/sft_lora.py --model Qwen/Qwen3-0.6B --data trl-lib/Capybara    real ones, from the hub
+python examples/sft_lora.py --model my_model --data my_texts.jsonl    your own
 """
 
 import argparse
+from pathlib import Path
 
-import small
 import torch
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
@@ -15,19 +16,30 @@ from trl import SFTConfig, SFTTrainer
 from rmm_linear import RMMConfig
 from rmm_linear.integrations.transformers import RMMCallback
 
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="a folder or a name of the hub; default: a small model that is made here")
-parser.add_argument("--data", help="a data set of the hub, with texts or messages; default: Python's manual")
+parser.add_argument("--data", help="a file, a folder or a set of the hub, with texts or messages; default: a manual")
 parser.add_argument("--output_dir", default="out/examples/sft_lora")
 parser.add_argument("--max_steps", type=int, default=15)
 args = parser.parse_args()
 
-dataset = load_dataset(args.data, split="train") if args.data else Dataset.from_dict({"text": small.paragraphs()})
+if not (args.data and args.model):
+    import small  # of this folder
+if args.data and (kind := FORMATS.get(Path(args.data).suffix)):
+    dataset = load_dataset(kind, data_files=args.data, split="train")
+elif args.data:
+    dataset = load_dataset(args.data, split="train")  # of the hub, or of a folder with such files
+else:
+    dataset = Dataset.from_dict({"text": small.paragraphs()})
+if not {"text", "messages", "prompt"} & {*dataset.column_names}:
+    parser.error(f"--data must have a column text, messages or prompt, got {', '.join(dataset.column_names)}")
+rate, model = (1e-4, args.model) if args.model else (1e-2, small.language_model())
 config = SFTConfig(
     args.output_dir,
     max_length=256,
     packing=True,  # no padding: rows are filled with whole texts
-    learning_rate=1e-4 if args.model else 1e-2,
+    learning_rate=rate,
     per_device_train_batch_size=4,
     max_steps=args.max_steps,
     logging_steps=5,
@@ -35,7 +47,7 @@ config = SFTConfig(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = SFTTrainer(
-    args.model or small.language_model(),
+    model,
     args=config,
     train_dataset=dataset,
     peft_config=LoraConfig(target_modules="all-linear"),
