@@ -118,9 +118,9 @@ class Explanation(Report):
         text += f": {parts}" if parts else ""
         found = {kind: self.share_of(count) for kind, count in self.kinds.items()}
         if large := {kind: share for kind, share in found.items() if share >= SHOWN}:
-            kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in large.items())
+            kinds = ", ".join(f"{share:.0%} {kind}" for kind, share in large.items())
             named = "" if [*large] == [OTHERS] else f": {kinds}"
-            text += f"; of that, {sum(large.values()):.0%} stay uncompressed{named}"
+            text += f"; {sum(large.values()):.0%} stay uncompressed{named}"
         return text
 
     def note(self) -> str:
