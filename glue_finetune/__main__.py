@@ -47,8 +47,7 @@ def _run(words: list[str]) -> int:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise UserError(f"The script needs packages that are not installed: {', '.join(missing)}. Run {INSTALL_EXTRA}.")
     flags.check_flags(words)
-    if "--help-all" not in words:
-        check_values(words)
+    check_values(words)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("glue_finetune").setLevel(logging.INFO)

@@ -47,6 +47,8 @@ def parse_setting(text: str) -> Setting:
 
 def check_values(words: Sequence[str]) -> None:
     """Raise a UserError for what is missing, for a number that is none, and for a value outside its range."""
+    if "--help-all" in words:
+        return
     values = vars(_parser().parse_known_args(words)[0])
     is_demo = values.get("demo", False)
     if values.get("task_name") is None and not is_demo:

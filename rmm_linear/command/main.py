@@ -54,7 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         flags = re.findall(r"--[a-z][\w-]*", _help(words[0]))
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(unknown[0].split('=')[0], flags)}")
+        word = unknown[0].split("=")[0]
+        if word in ("--lora", "--qlora") and "--method" in flags:
+            parser.error(f"unrecognized arguments: {word}. Did you mean '--method {word[2:]}'?")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{did_you_mean(word, flags)}")
     if arguments.command == "version":
         from rmm_linear.command.version import version
 

@@ -124,7 +124,7 @@ class Fitting:
         if self.total is not None and floor >= self.total:
             parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.static.to_dict().items() if size)
             raise BudgetError(
-                f"memory={self.asked} cannot be met: {shown_least(floor, self.exact_peak)} are needed before anything "
+                f"memory={self.asked} cannot be met: {shown_least(floor, self.exact_peak)}, are needed before anything "
                 f"is saved for a backward pass ({parts}). These would help: a smaller dtype, an optimizer with less "
                 "state, adapters (LoRA) instead of all weights, or shards over several devices."
             )

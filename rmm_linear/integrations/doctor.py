@@ -165,7 +165,8 @@ class _Examination:
             stage("converting on trial, under activation checkpointing")
             self._converted(PACKED, checkpointed="packed")
         lowest = min((now, *self.options.values()), key=lambda one: one.step)
-        cures = remedies(lowest, self.given.optimizer, self._trained()) if now.is_optimizer else []
+        is_bound = self.given.optimizer is not None and self.static.in_optimizer_step >= _NEARLY * now.peak
+        cures = remedies(lowest, self.given.optimizer, self._trained()) if is_bound else []
         findings = [
             *self._conversion(now, explanation),
             *self._checkpointing(),
@@ -334,9 +335,11 @@ class _Examination:
 
     def _weights(self, now: StepMemory, cures: Sequence[Remedy]) -> list[Finding]:
         static = self.static
-        if now.is_optimizer and cures:
+        if cures:
+            above = f", {show_bytes(now.peak - now.step)} above the forward and backward pass"
             text = (
-                f"its step is the peak, {show_bytes(now.peak - now.step)} above the forward and backward pass. It "
+                f"its step takes {show_bytes(static.in_optimizer_step)} of the peak of {show_bytes(now.peak)}"
+                f"{above if now.is_optimizer else ''}. It "
                 "takes parameters, gradients, state and temporary results, and nothing that is saved for the backward "
                 "pass: there, convert and fit change nothing. What does, with convert(model): "
             )

@@ -70,6 +70,8 @@ def remedies(step: StepMemory, optimizer: Any, trained: Iterable[Tensor]) -> lis
             "which moves it to the host where memory is short"
         )
         found.append(Remedy(words, small, flag="adamw_bnb_8bit" if name == "AdamW" else ""))
+    if static.gradients < static.parameters / 2:  # adapters, or a few layers
+        return [one for one in found if one.after.peak < step.peak]
     frozen = replace(static, optimizer=0, optimizer_transient=0, gradients=0)
     words = (
         f"adapters (LoRA), which leave weights of {show_bytes(static.parameters)} and hardly any gradients and state"

@@ -227,6 +227,12 @@ def test_a_flag_that_is_nearly_known(words, flag, capsys):
     assert f"error: unrecognized arguments: {' '.join(words[2:])}. Did you mean '--{flag}'?" in err
 
 
+def test_adapters_that_are_asked_for_by_name(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "roberta-base", "--lora", "8"])
+    assert "unrecognized arguments: --lora. Did you mean '--method lora'?" in capsys.readouterr().err
+
+
 def test_help_all_is_the_help_of_all_commands(capsys):
     assert main(["--help-all"]) == 0
     out = capsys.readouterr().out
