@@ -142,7 +142,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             known |= pairs
     counts = collections.Counter[str]()
     for item in items:
-        if (mark := item.get_closest_marker("one_of")) and not item.get_closest_marker("thorough"):
+        left = any(map(item.get_closest_marker, ("thorough", "montecarlo", "skip")))
+        if (mark := item.get_closest_marker("one_of")) and not left:
             test = item.nodeid.partition("[")[0]
             if counts[test] % mark.args[0]:
                 item.add_marker(pytest.mark.thorough)

@@ -275,7 +275,7 @@ def test_any_shape(name):
         assert all(of.isfinite().all() for of in one.gradients.values())
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.diagonal
 @every_module("widths")
 @pytest.mark.parametrize("width", [12, 132])
 def test_odd_widths(name, width):
@@ -311,7 +311,7 @@ def test_strides_do_not_matter(name):
                 assert_near(found.gradients[key], gradient, 1e-5)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.diagonal
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @every_module("autocast")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -448,6 +448,7 @@ def ulps(found, expected, count):
     return found.dtype == expected.dtype and bool(((found.double() - expected.double()).abs() <= count * size).all())
 
 
+@pytest.mark.one_of(2)
 @needs_triton
 @pytest.mark.parametrize(("name", "dtype"), fused_members())
 def test_fused_outputs_differ_in_last_bits_and_gradients_do_not(name, dtype, kernels_that_make_outputs):

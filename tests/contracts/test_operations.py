@@ -244,6 +244,7 @@ def test_a_seed_that_is_to_be_written_gives_what_a_written_one_does(name, settin
     assert places or not list(row.samples(case))
 
 
+@pytest.mark.diagonal
 @every_row
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_share_the_rows(row, dtype, samples):
@@ -280,6 +281,7 @@ def test_every_generation_of_processors_makes_the_same(level, row, dtype, taken,
     assert row.name in SUMS or all(map(torch.equal, *map(tensors_of, found)))  # a zero may have another sign
 
 
+@pytest.mark.diagonal
 @every_row
 @pytest.mark.parametrize("setting", ["torch", "auto"])
 @pytest.mark.parametrize("default", ["meta", torch.float64, torch.float16], ids=str)
@@ -358,7 +360,7 @@ def flat(operator, call):
     return call.arguments if operator.flatten is None else operator.flatten(*call.arguments, **call.named)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.diagonal
 @every_operator
 @few_cases
 def test_operators_keep_the_rules_of_pytorch(operator, case, samples, monkeypatch):
@@ -382,6 +384,7 @@ def test_operators_on_the_kernels_keep_the_rules_of_pytorch(operator, samples, m
         torch.library.opcheck(operator.definition, flat(operator, call), test_utils=rules)
 
 
+@pytest.mark.diagonal
 @every_operator
 @few_cases
 def test_eager_code_gets_what_the_operator_makes(operator, case, samples):

@@ -183,6 +183,7 @@ def compiled_with_checkpoints(request):
     return make
 
 
+@pytest.mark.thorough
 def test_compiled_recomputations_leave_padding_out(compiled_with_checkpoints):
     """Exact if and only if they do; LLaMA's norms round to float32."""
     compiled, inputs, weights, exact = compiled_with_checkpoints("llama", 0.0)

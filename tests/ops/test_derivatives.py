@@ -54,7 +54,7 @@ def test_library_reads_odd_values_as_plain_pytorch_does(function, bits):
     torch.testing.assert_close(derivatives.APPLY_DERIVATIVE(y, codes, function, bits, SEED, None), expected)
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.diagonal
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("backend", ["torch", "auto", pytest.param("triton", marks=needs_triton)])
 @pytest.mark.parametrize("pack", [derivatives.pack_derivative, derivatives.activate_and_pack])

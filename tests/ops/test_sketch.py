@@ -108,8 +108,7 @@ def test_operations_of_compiled_code_are_those_of_eager_code(kind, bits):
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.one_of(3)
-@pytest.mark.pairs
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("backend", "mask"), [("torch", "all"), ("torch", "some"), pytest.param("triton", "some", marks=needs_triton)]
 )

@@ -36,6 +36,7 @@ def relative_bias(matrix, bits, draws):
     return float(draws * errors.mean(0).square().sum() / errors.var(0).sum())
 
 
+@pytest.mark.one_of(3)
 @light_and_heavy(600, 4000)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_rows_with_a_few_large_columns_are_unbiased_by_two_rotations_and_not_by_one(bits, monkeypatch, draws):

@@ -336,6 +336,7 @@ def test_the_peak_of_a_loss_in_chunks_is_that_of_the_storages_on_the_cpu(operati
     assert (expected > LOGITS) == (operations is None)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_fit_meets_a_budget_below_the_logits(device):
     model, example = wordy(device)

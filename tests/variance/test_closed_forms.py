@@ -35,6 +35,7 @@ LENGTHS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.one_of(3)
 @LENGTHS
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(("kind", "block"), KIND_AND_BLOCK)

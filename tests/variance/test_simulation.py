@@ -81,6 +81,7 @@ def test_sketch_variance_is_the_stated_one_and_the_mean_of_the_rounding_over_its
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("rows", [ROWS, TOKENS])
 @pytest.mark.parametrize("bits", NORMAL)
 def test_normal_codes_add_what_is_stated(bits, rows):

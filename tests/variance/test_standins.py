@@ -105,6 +105,7 @@ GATED = [
 FEW = [("silu", 2, 128), ("silu", 4, 70), ("silu", 8, 5), ("gelu_tanh", 4, 128), ("gelu", 2, 70), ("relu", 4, 70)]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("activation", "bits", "columns", "draws", "widest"), [*((*case, 150, 0.1) for case in FEW), *GATED]
 )

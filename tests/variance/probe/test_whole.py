@@ -28,6 +28,7 @@ def batches(count=6):
     return [{name: value[rows] for name, value in padded_batch().items()} for rows in order]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("conversion", "dtype"),
     [("auto", None), ("estimators", None), ("plain", None), ("auto", torch.bfloat16)],

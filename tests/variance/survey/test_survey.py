@@ -46,6 +46,7 @@ def minilm_step(corpus: Path):
     return records
 
 
+@pytest.mark.thorough
 def test_the_default_is_quieter_than_the_minibatch_at_a_tenth_of_the_memory(minilm_step) -> None:
     """The default stays below half of the noise of SGD, where the published sketch has many times as much as that."""
     noises = noise_at_memory(minilm_step, kinds=["countsketch"], memories=[0.1])
