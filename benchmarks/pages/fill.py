@@ -99,7 +99,7 @@ def origin(paths: list[Path]) -> str:
 
     if every("machine"):
         threads = max(int(row["threads"]) for row in rows)
-        made = "Simulated" if paths[0].stem == "fit-paper" else "Measured"
+        made = "Simulated" if paths[0].stem in ("fit-paper", "long-longest") else "Measured"
         where = f"{made} on {every('machine')}, {threads} thread{'s' * (threads != 1)}"
     else:
         where = f"{every('device').capitalize()}: Triton {every('triton')}"

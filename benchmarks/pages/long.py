@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
-from benchmarks.planning.long_longest import EXACT, MEMORIES, UNSLOTH, Longest
+from benchmarks.planning.long_longest import EXACT, FULL, MEMORIES, OTHERS, QLORA, UNSLOTH, Longest
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import Stored
 from benchmarks.planning.long_tiles import Working
@@ -48,14 +48,30 @@ _DRAWN: dict[str, Cell] = {
 }
 
 _LONGEST: dict[str, Cell] = {
-    "`rmm-linear longest`": lambda row: f"`{row.command.removesuffix(EXACT).replace(f' {EXACT}', '')}`",
+    "`rmm-linear longest`": lambda row: f"`{row.command.replace(f' {EXACT}', '')}`",
     "tokens": of("tokens", ","),
     "kB per token": of("bytes_per_token", ",.1f", 1e-3),
     "on the host, GB": of("host_bytes", ",.0f", 1e-9),
     "every block recomputed": of("checkpointed", ","),
-    "binds": of("binds"),
+    "binds": lambda row: row.binds.partition(",")[0],
     "plan": of("plan"),
 }
+_MODELS = {"llama-3.1-8b": "Llama-3.1-8B", "llama-3.1-70b": "Llama-3.1-70B", "qwen3-8b": "Qwen3-8B"}
+_TRAINED = {QLORA: "QLoRA of rank 32", FULL: "all weights, state on the host"}
+
+
+def _systems(rows: Sequence[Longest]) -> str:
+    """Lay out the rows on 80 GB beside what others say of themselves."""
+    lines = list[tuple[str, ...]]()
+    for row in rows:
+        words = row.command.replace(f" {EXACT}", "").removeprefix(f"{row.model} --memory 80GB ")
+        trained, _, host = words.partition(" --host-memory ")
+        if trained in _TRAINED:
+            system = f"`rmm-linear longest`{', 128 GB on the host' if host else ''}"
+            model = _MODELS.get(row.model, row.model)
+            lines.append((system, model, _TRAINED[trained], "1 × 80 GB", f"{row.tokens:,}"))
+    lines += [(*known, f"{tokens:,}") for *known, tokens in OTHERS]
+    return table(("system", "model", "trained", "devices", "tokens"), lines)
 
 
 def _against(rows: Sequence[Longest]) -> str:
@@ -105,6 +121,7 @@ TABLES: dict[str, Table] = {
     "long-tiles": from_csv("long-tiles", Working, _tiles),
     "long-tile-times": from_csv("long-tiles", Working, _tile_times),
     "long-longest": from_csv("long-longest", Longest, lambda rows: columns(rows, _LONGEST)),
+    "long-systems": from_csv("long-longest", Longest, _systems),
     "long-against": from_csv("long-longest", Longest, _against),
     "long-least": from_csv("long-least", Lowest, lambda rows: columns(rows, _LOWEST)),
     "long-random": from_csv("long-random", Drawn, lambda rows: columns(rows, _DRAWN)),

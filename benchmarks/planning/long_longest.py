@@ -21,6 +21,14 @@ MEMORIES = ("8GiB", "16GiB", "24GiB", "48GiB", "80GiB")
 # Tokens of QLoRA of rank 32 on Llama-3.1-8B, batch 1, by memory in GiB, as its authors' page has them.
 UNSLOTH: dict[str, int] = dict(zip(MEMORIES, (2_972, 40_724, 78_475, 191_728, 342_733), strict=True))
 
+# Longest sequences that others publish: system, model, what is trained, devices, tokens.
+OTHERS = (
+    ("Unsloth", "Llama-3.1-8B", "QLoRA of rank 32", "1 × 80 GiB", UNSLOTH[MEMORIES[-1]]),
+    ("Unsloth, tiled MLP", "gpt-oss-20b", "QLoRA", "1 × 80 GB", 500_000),
+    ("ALST", "Llama-3.1-8B", "all weights, state on the host", "1 × 80 GB", 500_000),
+    ("ALST", "Llama-3.1-8B", "all weights", "8 × 80 GB", 3_700_000),
+    ("TRL, offloaded checkpoints, sequences split over devices", "Qwen3-8B", "all weights", "8 × 80 GB", 1_048_576),
+)
 COMMANDS = (
     f"llama-3.1-8b --memory 80GB {QLORA} {EXACT}",
     f"llama-3.1-8b --memory 80GB {QLORA} {EXACT} --host-memory 128GB",

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.planning.fit_steps import step_of
-from benchmarks.planning.long_longest import Longest
+from benchmarks.planning.long_longest import COMMANDS, MEMORIES, UNSLOTH, Longest, picture
+from benchmarks.planning.long_longest import EXACT as EXACT_ONLY
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import CHUNKED, Stored, errors, gradients_of, plan_of, small
 from benchmarks.planning.long_tiles import TILED, WHOLE, Working
@@ -17,6 +18,8 @@ from benchmarks.suites.models import twin
 from rmm_linear.planning import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning")
+FLASH = 91_000  # bytes per token of the first row, with flash attention's accumulators
+OF_UNSLOTH = ("llama-3.1-8b", "qlora")
 EXACT = ("offload", "recompute + offload", "attention + offload", "selective + offload")
 
 
@@ -40,6 +43,42 @@ def test_published_tiles_take_the_same_at_every_length() -> None:
         assert max(row.weight_error for row in tiled) < 1e-5
     last = {row.provider: row.tensors for row in rows if row.module == "MLP"}
     assert last[TILED] <= 6 < 40 < last[WHOLE]
+
+
+def test_published_sequences_are_longer_than_what_others_say() -> None:
+    rows = {row.command: row for row in read_rows(RESULTS / "long-longest.csv", Longest)}
+    assert set(rows) <= set(COMMANDS)
+    for row in rows.values():
+        assert EXACT_ONLY in row.command
+        assert row.exact < row.checkpointed < row.tokens
+        assert row.peak <= row.memory
+    first, limited, state = map(rows.__getitem__, COMMANDS[:3])  # no limit of the host, one, and all weights trained
+    assert first.tokens >= 800_000 > limited.tokens > UNSLOTH[MEMORIES[-1]]
+    # With flash attention's accumulators a token takes 91 kB, and what no token takes stays.
+    assert first.bytes_per_token <= FLASH
+    assert (first.memory - (first.peak - first.tokens * first.bytes_per_token)) / FLASH >= 800_000
+    assert "host memory" in limited.binds
+    assert limited.host_bytes <= 128e9 < first.host_bytes
+    assert state.tokens >= 800_000
+    by_memory = {row.command.split()[2]: row.tokens for row in rows.values() if (row.model, row.method) == OF_UNSLOTH}
+    assert all(by_memory[memory] > 2 * tokens for memory, tokens in UNSLOTH.items() if memory in by_memory)
+    assert picture([*rows.values()]).axes[0].get_xlabel() == "memory of the device, GiB"
+
+
+def test_published_plans_never_exceed_their_budget() -> None:
+    rows = read_rows(RESULTS / "long-random.csv", Drawn)
+    assert len({row.number for row in rows}) == len(rows) > 2
+    for row in rows:
+        assert row.met
+        assert row.over == 0
+        assert row.error <= 1
+
+
+def test_published_compositions_take_half_of_single_words() -> None:
+    exact, single, composed = read_rows(RESULTS / "long-least.csv", Lowest)
+    assert composed.measured < single.measured < exact.measured
+    assert composed.share <= 0.5
+    assert abs(composed.simulated / composed.measured - 1) < 0.01
 
 
 def test_a_plan_for_all_layers_has_the_gradients_of_the_exact_one(tmp_path: Path) -> None:
