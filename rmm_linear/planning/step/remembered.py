@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 _aten = torch.ops.aten
 _NEW, _WRITTEN, _VIEW = "new", "written", "view"
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
-_OTHERS = {_aten._unsafe_view.default, _aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default}
+_OTHERS = {_aten._unsafe_view.default, _aten._resize_output_.default}
+_OTHERS |= {_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default}
 _PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 

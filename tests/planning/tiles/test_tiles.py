@@ -20,6 +20,7 @@ from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.offload.copies import FileCopy
 from rmm_linear.planning.step.flops import PRODUCTS, count_flops
+from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.tiles.slices import balanced
 from rmm_linear.planning.tiles.tile import Tile
 
@@ -336,6 +337,30 @@ def test_the_simulated_peak_is_the_real_one_without_weights_too():
 
 
 # Converted modules inside.
+
+
+@pytest.mark.parametrize("rows", [1024, 1169])
+@pytest.mark.parametrize("offloads", [None, "accelerator", "files"])
+def test_simulated_slices_stand_for_those_that_do_not_run(rows, offloads, monkeypatch):
+    monkeypatch.setattr("rmm_linear.planning.offload.pack.SMALL", 1024)
+    with torch.device("meta"):
+        model, x = Stack(1), torch.randn(1, rows, WIDTH)
+    convert(model)
+    chain = OffloadChain("/nowhere" if offloads == "files" else None)
+    waiting = [Offloaded(block, chain) for block in model.blocks] if offloads else []
+    for one in (*(Tile(part, 128) for block in model.blocks for part in (block.norm, block.mlp)), *waiting):
+        one.attach()
+
+    def simulated() -> tuple[int, str, list[int], int]:
+        found, live = watch(model, x)
+        return found.bytes, found.moment, [one.copied for one in waiting], len(live.events)
+
+    *found, some = simulated()
+    monkeypatch.setattr("rmm_linear.planning.tiles.tile._simulation", lambda tensors: None)
+    *expected, every = simulated()
+    assert found == expected
+    assert some < 0.8 * every
+    assert all(found[2])
 
 
 def test_converted_modules_inside_save_codes_slice_by_slice(caplog):
