@@ -47,10 +47,10 @@ def test_published_tiles_take_the_same_at_every_length() -> None:
 
 def test_published_sequences_are_longer_than_what_others_say() -> None:
     rows = {row.command: row for row in read_rows(RESULTS / "long-longest.csv", Longest)}
-    assert set(rows) <= set(COMMANDS)
+    assert set(rows) == set(COMMANDS)
     for row in rows.values():
         assert EXACT_ONLY in row.command
-        assert row.exact < row.checkpointed < row.tokens
+        assert row.exact < row.checkpointed <= row.tokens
         assert row.peak <= row.memory
     first, limited, state = map(rows.__getitem__, COMMANDS[:3])  # no limit of the host, one, and all weights trained
     assert first.tokens >= 800_000 > limited.tokens > UNSLOTH[MEMORIES[-1]]
