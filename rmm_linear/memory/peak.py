@@ -17,6 +17,8 @@ from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import keyed, named_table
 
+# Fake tensors ask for their device by an operator: more often than for results.
+_DEVICE = torch.ops.prim.device.default
 _SHOWN = 8  # modules of a peak that is printed in short
 
 
@@ -88,18 +90,26 @@ class LiveTensors(TorchDispatchMode):
         self.now = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = getattr(args[0], "fake_device", None) if func is _DEVICE else None
+        if device is not None:
+            return device
         if consists_of_others(types):
             return NotImplemented  # its own operators are seen instead
         output = func(*args, **(kwargs or {}))
-        if func.is_view:  # of a constant, fake tensors make a storage that no operator has returned
-            return output
-        inputs = {storage._cdata for storage in storages((args, kwargs))}
+        self._see(func, args, kwargs, output)
+        return output
+
+    def _see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Count what an operator returned."""
+        if func.is_view or func is _DEVICE:  # of a constant, fake tensors make a storage that no operator has returned
+            return
         leaves = tree_leaves(output)
         counted = leaves if self.counts_meta else [leaf for leaf in leaves if has_bytes(leaf)]
-        for storage in storages(counted):
+        found = [storage for storage in storages(counted) if storage._cdata not in self.live]
+        inputs = {storage._cdata for storage in storages((args, kwargs))} if found else set[int]()
+        for storage in found:
             if storage._cdata not in inputs:  # results written into an argument allocate nothing
                 self._add(storage)
-        return output
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

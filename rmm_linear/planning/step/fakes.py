@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rmm_linear.memory.peak import consists_of_others
 from rmm_linear.memory.quantized import is_of, replaced_weight
+from rmm_linear.planning.step.remembered import Remembered
 
 _GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 _READ, _NONZERO = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default
@@ -27,13 +29,18 @@ class _Mode(FakeTensorMode):
 
     guesses: set[str] | None = None
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.known = Remembered(self)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GROUPED and not consists_of_others(set(types) - {FakeTensor}):
             return _grouped(self, *args, **(kwargs or {}))
         if self.guesses is not None and func in (_READ, _NONZERO, _SELECT):
             self.guesses |= {str(func)} if func is _READ else set()
             return _guessed(func, *args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        usual = partial(super().__torch_dispatch__, func, types, args, kwargs)
+        return usual() if consists_of_others(set(types) - {FakeTensor}) else self.known(func, args, kwargs, usual)
 
 
 def _guessed(func: Any, tensor: Tensor, mask: Tensor | None = None) -> Any:

@@ -129,19 +129,16 @@ class FollowedTensors(LiveTensors):
         self._open = True
         place.entered = self._enter
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _see(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random.add(self.place.now[1])
-        output = super().__torch_dispatch__(func, types, args, kwargs)
-        if output is NotImplemented:
-            return output
+        super()._see(func, args, kwargs, output)
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
         beyond = beyond or _declared(func, args) or dequantized_bytes(func, args, kwargs)
         if beyond:
             pass_, running = self.place.now
             self.events.append(Event(self.now + beyond, pass_, running, beyond, running))
             self.events.append(Event(self.now, pass_, running, -beyond, running))
-        return output
 
     def _enter(self) -> None:
         """Note where the step is: a module may allocate nothing, and what follows is still after it."""

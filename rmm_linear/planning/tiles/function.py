@@ -13,7 +13,7 @@ its graph stays, without the slice and without its output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from rmm_linear.context.surroundings import one_backward
 from rmm_linear.layers.function import graph_leaves
 from rmm_linear.planning.replay.replayed import Replayed, Seen, generator_states
+from rmm_linear.planning.tiles.sampled import SampledSlices, saved
 from rmm_linear.planning.tiles.slices import RowSlices
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # pyright: ignore[reportAttributeAccessIssue]
@@ -45,6 +46,7 @@ class TileCall:
         others: How many these are; the trained parameters follow.
         replayed: Runs the function again as it ran; None where it runs once.
         name: Of the module, for errors.
+        sampled: Saves what slices that a simulated step leaves out would save; only for :class:`CodedTile`.
         structure: Of what the function returns, known after the first slice.
         rest: For every leaf of it, whether it is a tensor, and what it is if it is none.
     """
@@ -55,6 +57,7 @@ class TileCall:
     others: int
     replayed: Replayed | None
     name: str
+    sampled: SampledSlices | None = None
     structure: Any = None
     rest: list[tuple[bool, Any]] = field(default_factory=list)
 
@@ -150,7 +153,7 @@ class RepeatedTile(_TileFunction):
         replayed: Any = call.replayed
         given = call.streams + call.others
         # Saved first: a checkpoint around it that runs again ends here, where nothing else is saved after this.
-        ctx.saved = _saved(tensors[:given])
+        ctx.saved = saved(tensors[:given])
         seen = replayed.seen()
         with replayed.autocast():
             wholes = call.outputs(tensors)
@@ -168,7 +171,7 @@ class RepeatedTile(_TileFunction):
         replayed: Any = call.replayed
         if ctx.saved is None:
             raise RuntimeError(_FREED)
-        needs, saved = ctx.needs_input_grad[1:], ctx.saved.saved_tensors
+        needs, streams = ctx.needs_input_grad[1:], ctx.saved.saved_tensors
         if not _keeps_graph():
             ctx.saved = None
 
@@ -176,7 +179,7 @@ class RepeatedTile(_TileFunction):
             is_first = True
             for begin, length in call.cut.slices:
                 with torch.enable_grad(), replayed.autocast():
-                    parts = _entered(call.parts(saved, begin, length), needs)
+                    parts = _entered(call.parts(streams, begin, length), needs)
                     found = call.leaves(call.run(parts))
                 starts = [one for one, need in zip(parts, needs, strict=False) if need]
                 if is_first:
@@ -194,25 +197,6 @@ class RepeatedTile(_TileFunction):
             return RepeatedTile._results(ctx, gradients, slices)
 
 
-class _SavedStreams(torch.autograd.Function):
-    """Saves tensors, and does nothing else."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        return (None,) * len(ctx.needs_input_grad)
-
-
-def _saved(tensors: Sequence[Tensor]) -> Any:
-    """Save tensors as autograd does, and return the node that has them."""
-    with torch.enable_grad():
-        return _SavedStreams.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors)).grad_fn
-
-
 class CodedTile(_TileFunction):
     """Keeps the graph of every slice, whose modules save codes, and runs nothing again."""
 
@@ -221,10 +205,13 @@ class CodedTile(_TileFunction):
         """Run the slices with gradients, and keep where their graphs begin and end."""
         needs, given = ctx.needs_input_grad[1:], call.streams + call.others
         trained = [one for one in tensors[given:] if one.requires_grad]
-        graphs: list[tuple[list[GradientEdge | None], list[GradientEdge]] | None] = []
+        graphs: list[Any] = []
+        sampled = call.sampled
 
         def enter(parts: Sequence[Tensor]) -> Any:
-            with torch.enable_grad():
+            if sampled is not None and graphs:
+                graphs.extend(sampled.left_out())
+            with torch.enable_grad(), nullcontext() if sampled is None else sampled.running():
                 entered = _entered(parts, needs)
                 found = call.run(entered)
                 starts = [get_gradient_edge(one) for one, need in zip(entered, needs, strict=False) if need]
@@ -250,9 +237,13 @@ class CodedTile(_TileFunction):
             for number, graph in enumerate(ctx.graphs):
                 if graph is None:
                     raise RuntimeError(_FREED)
-                ends, starts = graph
                 if not is_kept:
-                    ctx.graphs[number] = graph = None
+                    ctx.graphs[number] = None
+                if not isinstance(graph, tuple):
+                    del graph  # of a slice that a simulated step left out
+                    continue
+                ends, starts = graph
+                del graph
                 yield ends, [*starts, *(one for one in ctx.trained if one.requires_grad)]
 
         if all(one is None for one in gradients):

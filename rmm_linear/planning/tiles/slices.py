@@ -67,6 +67,13 @@ class RowSlices:
             return self
         return replace(self, slices=(*self.slices[:2], self.slices[-1]))
 
+    def kinds(self) -> tuple[RowSlices, tuple[int, ...]]:
+        """Return the first slice, the next of each length, and the last; and how many more there are like each."""
+        lengths = [length for _, length in self.slices[1:-1]]
+        nexts = [self.slices[1 + lengths.index(length)] for length in dict.fromkeys(lengths)]
+        more = (0, *(lengths.count(length) - 1 for _, length in nexts), 0)
+        return replace(self, slices=(self.slices[0], *nexts, self.slices[-1])), more
+
     def part_shape(self, length: int) -> tuple[int, ...]:
         """Return the leading dimensions of a slice."""
         return ((1,) * self.dim if self.is_flat else self.lead[:-1]) + (length,)

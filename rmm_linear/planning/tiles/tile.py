@@ -22,6 +22,7 @@ from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.memory.peak import LiveTensors
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.tiles.function import CodedTile, RepeatedTile, TileCall
+from rmm_linear.planning.tiles.sampled import SampledSlices
 from rmm_linear.planning.tiles.slices import Streams, streams_of
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,13 @@ class Tile:
         if is_recorded and not is_coded:
             repeated = Replayed([self.module] if self.parts is None else roots, tensors, draws=True)
         name = f"{type(self.module).__name__}{'' if self.method == 'forward' else f'.{self.method}'}"
-        cut = found.cut if is_coded or not _is_simulated(tensors) else found.cut.sample()
-        call = TileCall(run, cut, len(found.streams), len(found.others), repeated, name)
+        cut, sampled, live = found.cut, None, _simulation(tensors)
+        if live is not None and is_recorded and is_coded:
+            cut, more = cut.kinds()
+            sampled = SampledSlices(more, tensors, live)
+        elif live is not None:
+            cut = cut.sample()
+        call = TileCall(run, cut, len(found.streams), len(found.others), repeated, name, sampled)
         with unmasked(converted) if converted else nullcontext():
             if is_recorded:
                 wholes = (CodedTile if is_coded else RepeatedTile).apply(call, *tensors, *trained)
@@ -161,13 +167,14 @@ class Tile:
             logger.warning("%s runs as a whole, and not in slices: it %s.", type(self.module).__name__, why)
 
 
-def _is_simulated(tensors: Sequence[Tensor]) -> bool:
-    """Say whether nothing but live bytes is asked for, of tensors without values: no operations, and no results."""
+def _simulation(tensors: Sequence[Tensor]) -> LiveTensors | None:
+    """Return what counts live bytes, if nothing else is asked for, of tensors without values."""
     if not any(isinstance(one, FakeTensor) for one in tensors):
-        return False
+        return None
     modes = _get_current_dispatch_mode_stack()
-    counts = any(type(mode).__module__ == FlopCounterMode.__module__ for mode in modes)
-    return any(isinstance(mode, LiveTensors) for mode in modes) and not counts
+    if any(type(mode).__module__ == FlopCounterMode.__module__ for mode in modes):
+        return None
+    return next((mode for mode in modes if isinstance(mode, LiveTensors)), None)
 
 
 def _run(tile: Tile, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
