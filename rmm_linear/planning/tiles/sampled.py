@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rmm_linear.memory.peak import LiveTensors, storages
 
 
-class SavedStreams(torch.autograd.Function):
+class _SavedStreams(torch.autograd.Function):
     """Saves tensors, and does nothing else."""
 
     @staticmethod
@@ -31,7 +31,7 @@ def saved(tensors: Sequence[Tensor]) -> Any:
     """Save tensors as autograd does, and return the node that has them."""
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        return SavedStreams.apply(anchor, *(one.detach() for one in tensors)).grad_fn
+        return _SavedStreams.apply(anchor, *(one.detach() for one in tensors)).grad_fn
 
 
 class SampledSlices:
