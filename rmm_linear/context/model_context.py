@@ -325,16 +325,16 @@ class ModelContext:
         running.outermost = module
         running.recomputing = in_backward()
         if not running.recomputing:
-            self._open_step(module)
+            self._open_step(module, (args, kwargs))
         running.inputs.append(CallInputs(sample_index=index).inside(module, args, kwargs))
         return args, kwargs
 
-    def _open_step(self, module: nn.Module) -> None:
+    def _open_step(self, module: nn.Module, batch: Any) -> None:
         if self.seeds.step is not None:  # of a pass in training, for recomputations after one in eval mode
             self._last_seeds = self.seeds
         self.seeds = StepSeeds(self.ranks.open(module))
         if not self.checks.is_done:
-            self._running.survey = Survey()
+            self._running.survey = Survey(batch)
         self.sketch_cache.clear()
         self._row_masks = {}  # another thread may have the last one
         self._read_left_out()

@@ -4,7 +4,8 @@ A module's exact form keeps its input, or its output, for the backward pass. Whe
 converted keeps the same tensor, as a convolution keeps the output of the ReLU before it, a code frees nothing and adds
 its bytes. Whether a tensor is kept shows at the end of the forward pass: its memory is still there, although every
 converted module has let it go, and a node of the graph has it. Weak references tell the memory, not addresses, which
-are used again. What a caller keeps does not count: only the caller knows for how long.
+are used again. What a caller keeps does not count: only the caller knows for how long. But the batch of a convolution
+does, such as the pixels of images, which callers keep until the step is over.
 
 Ranks of a distributed run ask nobody: they decide by the same code in the same step, and gradients are unbiased
 whatever they decide.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.saved_graph import saved_in_graph
 from rmm_linear.context.surroundings import in_backward, is_checkpointed
@@ -29,8 +31,13 @@ Exact = Callable[[Tensor], Any]
 
 @dataclass
 class Survey:
-    """The calls of one forward pass, each with the memory that its exact form would keep."""
+    """The calls of one forward pass, each with the memory that its exact form would keep.
 
+    Attributes:
+        batch: The arguments of the model.
+    """
+
+    batch: Any = None
     _kept: dict[int, list[list[StorageWeakRef]]] = field(default_factory=dict)
 
     def note(self, module: Any, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1) -> None:
@@ -42,7 +49,9 @@ class Survey:
             return
         # Of an input of the model, the caller knows how long it stays. Of a checkpoint, what is kept does not show, and
         # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy.
-        if input.grad_fn is None or is_checkpointed() or not input.is_contiguous():
+        is_convolution = module.rmm_operation == "convolution"  # which keeps its input itself
+        is_result = input.grad_fn is not None or (is_convolution and not input.requires_grad)
+        if not is_result or is_checkpointed() or not (input.is_contiguous() or is_convolution):
             self._kept.setdefault(module.rmm_index, []).append([])
             return
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)
@@ -59,7 +68,9 @@ class Survey:
         alive = {one.cdata for each in calls.values() for call in each for one in call if not one.expired()}
         if not alive:
             return []
-        kept = {tensor.untyped_storage()._cdata for _, tensor in saved_in_graph(output) if type(tensor) in _PLAIN}
+        given = [one for one in tree_leaves(self.batch) if isinstance(one, Tensor)]
+        kept = {one.untyped_storage()._cdata for _, one in saved_in_graph(output) if type(one) in _PLAIN}
+        kept |= {one.untyped_storage()._cdata for one in given if type(one) is Tensor and not one.requires_grad}
         kept &= alive
         frees = {
             i for i, each in calls.items() for call in each if not call or any(one.cdata not in kept for one in call)

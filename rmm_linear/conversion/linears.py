@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _NARROW = 32  # times fewer features than the widest layer's input: that share of its bytes
 _QUANTIZED_WEIGHTS = (*QUANTIZERS, "torchao")  # layers of torchao's may train
-_QUANTIZED = "is quantized: convert the model before quantization, or after get_peft_model has put adapters on it"
+QUANTIZED = "is quantized: convert the model before quantization, or after get_peft_model has put adapters on it"
 
 
 def choose_linears(
@@ -108,7 +108,7 @@ def skip_where_nothing_is_saved(
 def _not_convertible(module: nn.Module) -> str | None:
     kind = type(module)
     if is_quantized(module):
-        return f"{kind.__name__} {_QUANTIZED}"
+        return f"{kind.__name__} {QUANTIZED}"
     if not is_fsdp_module(module) and not (kind is nn.Linear or is_conv1d(module) or _computes_linear(module)):
         return f"{kind.__name__} is a subclass, whose output is not known to be that of nn.Linear"
     return replaced_reason(module)
@@ -215,7 +215,7 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
                 f" Its layers are quantized ({', '.join(quantized)}) and train no weight. "
                 "Convert the model before quantization, or after get_peft_model has put adapters on it."
             )
-        what = "linear layers, activations, norms, attention or dropout"
+        what = "linear layers, convolutions, activations, norms, attention or dropout"
         return f"convert needs a model with modules inside ({what}), got {type(model).__name__} without any.{itself}"
     target = config.target_modules
     if all(reason == "not in target_modules" for reason in skipped.values()):
@@ -230,10 +230,10 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
     for name, reason in skipped.items():
         named.setdefault(reason, []).append(name)
     more = {reason: f" and {len(names) - 1} more" if len(names) > 1 else "" for reason, names in named.items()}
-    by_remedy = sorted(named, key=lambda reason: _QUANTIZED not in reason)  # a reason with a remedy comes first
+    by_remedy = sorted(named, key=lambda reason: QUANTIZED not in reason)  # a reason with a remedy comes first
     reasons = "; ".join(f"{named[reason][0]}{more[reason]}: {reason}" for reason in by_remedy[:3])
     change = f" Change target_modules ({target!r}) or exclude_modules ({config.exclude_modules!r})."
     return (
         f"convert needs a layer to convert, and all {len(skipped)} linear layers are skipped ({reasons})."
-        f"{'' if _QUANTIZED in reasons else change}"
+        f"{'' if QUANTIZED in reasons else change}"
     )

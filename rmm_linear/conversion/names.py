@@ -108,7 +108,8 @@ def first_names(model: nn.Module) -> dict[nn.Module, str]:
 
 
 _OPERATIONS = {
-    "bits": ("linear", "experts"),
+    "bits": ("linear", "experts", "convolution"),
+    "min_rows": ("linear", "convolution"),
     "activation_bits": ("activation", "experts"),
     "norm_bits": ("norm",),
     "attention_bits": ("attention",),

@@ -1,4 +1,4 @@
-"""Choose the modules that are to save less: activations, norms, attention, dropout, experts and output layers."""
+"""Choose the modules that are to save less: all but linear layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rmm_linear._support.tables import folded
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule
+from rmm_linear.activations.convolution import PackedConvolution, is_convolution, why_own
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.elementwise import PackedElementwise, elementwise_form
 from rmm_linear.activations.experts import PackedExperts, experts_bits, is_experts, why_exact
@@ -29,7 +30,7 @@ from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.conversion.linears import is_linear_like, replaced_reason
+from rmm_linear.conversion.linears import QUANTIZED, is_linear_like, is_quantized, replaced_reason
 from rmm_linear.conversion.names import not_selected, output_heads
 from rmm_linear.layers.converted import joined_class
 from rmm_linear.packing.pointwise import Pointwise
@@ -80,6 +81,8 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
             reason = stays_exact(module)
         if reason is None and choice.operation == "experts":
             reason = why_exact(module)
+        if reason is None and choice.operation == "convolution":
+            reason = f"{type(module).__name__} {QUANTIZED}" if is_quantized(module) else why_own(module)
         if reason is None and choice.operation == "linear":
             reason = not_selected(name, module, config, [])
         if reason is None:
@@ -161,6 +164,9 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
         return PackedChoice("experts", module, saved, _change_class(module, PackedExperts))
     if "attention" in operations and (choice := _attention(module, config.attention_bits)) is not None:
         return choice
+    if "convolution" in operations and is_convolution(module):
+        saved = f"its input, {experts_bits(config):g} bits"
+        return PackedChoice("convolution", module, saved, _change_class(module, PackedConvolution))
     if "linear" in operations and not is_linear_like(module) and multiplies(module):
         return PackedChoice("linear", module, "the rows that it multiplies", _change_class(module, PackedProduct))
     return None

@@ -57,7 +57,7 @@ class PackedEntry:
     Attributes:
         name: Dotted name in the model.
         type: Class of the original module.
-        operation: "activation", "norm", "attention", "dropout", "logits" or "experts".
+        operation: One of :data:`rmm_linear.config.OPERATIONS`.
         saved: Words for what it saves.
         config: Its configuration.
     """
