@@ -173,6 +173,17 @@ def region_bytes(bits, heads=(4, 4), random=0, more=0):
     return saved
 
 
+def convolution_bytes(bits):
+    """Of all elements side by side, in rows of the largest power of two; of an image where that is no group."""
+
+    def saved(stored, rows, width):
+        columns = math.gcd(rows * width, 4096)
+        shape = rows * width // (columns := columns if columns >= 64 else width), columns
+        return aligned(8, codes(*shape, bits), scales(*shape))
+
+    return saved
+
+
 def experts_bytes(stored, rows, width):
     """With frozen weights: the gate's derivative, and its output for the routing weights; the order and the routing."""
     each, (pairs, of_all) = ((2 * HIDDEN, 4), (HIDDEN, 3)), (CHOICES * stored, CHOICES * rows)
@@ -228,6 +239,20 @@ class OwnProduct(nn.Module):
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
+
+
+class Images(nn.Module):
+    """A convolution of rows, each of which is an image of four channels by itself."""
+
+    def __init__(self, width, make, axes):
+        super().__init__()
+        self.size = ((4, width // 4), (4, 3, width // 12), (4, 1, 3, width // 12))[axes - 1]
+        self.convolution = make(4, 6)
+
+    def forward(self, x):
+        rows = math.prod(x.shape[:-1])
+        output = self.convolution(x.reshape(rows, *self.size) if x.dim() > 1 else x.view(self.size))
+        return output.reshape(*x.shape[:-1], math.prod(output.shape[-len(self.size) :]))
 
 
 class Attention(nn.Module):
@@ -397,6 +422,11 @@ def _attending(make, exact=(), bias=1e-3, **named):
     return Member("attention", make, saved, exact, frozen=True, near=near, bias=bias)
 
 
+def _convolution(axes, make, bits=3):
+    exact, fields = ("x", "module.convolution.bias"), {} if bits == 3 else {"bits": bits}
+    return Member("convolution", lambda width: Images(width, make, axes), convolution_bytes(bits), exact, fields)
+
+
 AFTER = tuple(f"module.{name}" for name in ("down_proj.weight", "wo.weight", "w2.weight", "w2.bias"))  # the product
 MEMBERS = {
     **{f"linear {kind}": _linear(kind, None) for kind in KINDS},
@@ -470,6 +500,13 @@ MEMBERS = {
     "attention own code roberta": _region(roberta, random=1),
     "attention own code llama": _region(llama, ("o_proj.weight",), heads=(4, 2), more=2 * TOKENS * WIDTH),
     "attention own code t5": _region(functools.partial(t5, dropout=0.3), ("o.weight",), 8, random=1),
+    "convolution": _convolution(2, functools.partial(nn.Conv2d, kernel_size=3, stride=(1, 2), padding=1, groups=2)),
+    "convolution transposed": _convolution(
+        1, functools.partial(nn.ConvTranspose1d, kernel_size=3, stride=2, output_padding=1)
+    ),
+    "convolution circular": _convolution(
+        3, functools.partial(nn.Conv3d, kernel_size=3, padding=1, padding_mode="circular", bias=False), 4
+    ),
     "activation own code": Member(
         "activation", lambda width: Own(),
         lambda stored, rows, width: aligned(8, codes(rows, width, 4), scales(rows, width)),

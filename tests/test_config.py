@@ -42,7 +42,7 @@ OPTIONS = {
     "min_rows": 64,
     "mask_padding": True,
     "checkpointed": "exact",
-    "operations": ("linear", "activation", "norm", "attention", "dropout", "logits", "experts"),
+    "operations": ("linear", "activation", "norm", "attention", "dropout", "logits", "experts", "convolution"),
     "activation_bits": 4,
     "norm_bits": 3,
     "attention_bits": 4,

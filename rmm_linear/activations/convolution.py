@@ -31,7 +31,7 @@ from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.experts import experts_bits
 from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.layers.function import SavingFunction, refuse_double_backward
-from rmm_linear.ops.convolutions import Layout, decode_matrix, encode_matrix
+from rmm_linear.ops.convolutions import MemoryLayout, decode_matrix, encode_matrix
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARD = (F.conv1d, F.conv2d, F.conv3d)
@@ -40,7 +40,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _FUNCTIONS = {function.__name__ for function in (*_FORWARD, *_TRANSPOSED)}
 
 
-class _Form(NamedTuple):
+class ConvolutionForm(NamedTuple):
     """What a call of a convolution computes.
 
     Attributes:
@@ -58,8 +58,32 @@ class _Form(NamedTuple):
     pads: tuple[int, ...] | None
     mode: str
     dtype: torch.dtype | None
-    layout: Layout
+    layout: MemoryLayout
     bits: float
+
+    @classmethod
+    def of(
+        cls,
+        module: Any,
+        input: Tensor,
+        output_padding: tuple[int, ...] | None,
+        dtype: torch.dtype | None,
+        bits: float,
+    ) -> ConvolutionForm:
+        """Return what a module computes of an input."""
+        pads, padding, mode = None, module.padding, module.padding_mode
+        if output_padding is None and (mode != "zeros" or padding == "same"):
+            pads, padding = tuple(module._reversed_padding_repeated_twice), "valid"
+        if isinstance(padding, str):
+            padding = (0,) * len(module.stride)
+        if pads is not None and mode == "zeros":  # as PyTorch: before it, what one side has more than the other alone
+            both = [min(pads[i : i + 2]) for i in range(0, len(pads), 2)]
+            padding = tuple(reversed(both))
+            pads = tuple(one - both[i // 2] for i, one in enumerate(pads))
+            pads = pads if any(pads) else None
+        mode = "constant" if mode == "zeros" else mode
+        how = module.stride, padding, module.dilation, module.groups, output_padding, pads, mode
+        return cls(*how, dtype, MemoryLayout.of(input), bits)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the output, by the functions that the module itself calls."""
@@ -163,7 +187,7 @@ class PackedConvolution(PackedModule):
         if input.dim() not in (axes + 1, axes + 2) or (is_trained and self._is_small(input)):
             return exact()
         dtype = autocast_dtype(input.device.type, input.dtype)
-        form = self._form(input, output_padding, dtype)
+        form = ConvolutionForm.of(self, input, output_padding, dtype, experts_bits(self.rmm_config))
         stored = self._stored(input, weight, form, call) if is_trained else None
         output = ConvolutionFunction.run(input, weight, bias, stored, form, call)
         return self._survey(input, output) if is_trained and dtype in (None, input.dtype) else output
@@ -175,23 +199,7 @@ class PackedConvolution(PackedModule):
         channels = input.shape[-len(self.stride) - 1]
         return input.numel() <= self.rmm_config.min_rows * channels
 
-    def _form(self, input: Tensor, output_padding: tuple[int, ...] | None, dtype: torch.dtype | None) -> _Form:
-        pads, mode, padding = None, self.padding_mode, self.padding
-        if output_padding is None and (mode != "zeros" or padding == "same"):
-            pads = tuple(self._reversed_padding_repeated_twice)
-        if mode == "zeros":
-            mode = "constant"
-        if isinstance(padding, str) or pads is not None:
-            padding = (0,) * len(self.stride)
-        if pads is not None and mode == "constant":  # as PyTorch does it: what both sides have is no padding before
-            both = [min(pads[i : i + 2]) for i in range(0, len(pads), 2)]
-            padding = tuple(reversed(both))
-            pads = tuple(one - both[i // 2] for i, one in enumerate(pads))
-            pads = pads if any(pads) else None
-        how = self.stride, padding, self.dilation, self.groups, output_padding, pads, mode, dtype
-        return _Form(*how, Layout.of(input), experts_bits(self.rmm_config))
-
-    def _stored(self, input: Tensor, weight: Tensor, form: _Form, call: SavingCall) -> Tensor:
+    def _stored(self, input: Tensor, weight: Tensor, form: ConvolutionForm, call: SavingCall) -> Tensor:
         """Return the code of an input, or that which another convolution has made of it."""
         entry = self._entry(input, weight, form, call)
         if entry is not None and entry.saved is not None:
@@ -203,7 +211,7 @@ class PackedConvolution(PackedModule):
             entry.saved = (stored,)
         return stored
 
-    def _entry(self, input: Tensor, weight: Tensor, form: _Form, call: SavingCall) -> CacheEntry | None:
+    def _entry(self, input: Tensor, weight: Tensor, form: ConvolutionForm, call: SavingCall) -> CacheEntry | None:
         context = self.rmm_context
         if call.seed is None or context is None or not context.is_open():
             return None
@@ -222,7 +230,7 @@ class ConvolutionFunction(SavingFunction):
         weight: Tensor,
         bias: Tensor | None,
         stored: Tensor | None,
-        form: _Form,
+        form: ConvolutionForm,
         call: SavingCall,
     ) -> Tensor:
         """Apply the convolution exactly."""

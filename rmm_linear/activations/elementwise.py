@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch._C import _autograd
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
@@ -300,7 +301,7 @@ def elementwise_form(module: nn.Module, linears: dict[str, tuple[int, int]]) -> 
     others = [one for one in module.modules() if one not in inside]
     parameters = [one for other in others for one in other._parameters.values() if one is not None]
     buffers = [one for other in others for one in other._buffers.values() if one is not None]
-    if any(one.numel() != 1 for one in (*parameters, *buffers)):
+    if any(is_lazy(one) or one.numel() != 1 for one in (*parameters, *buffers)):
         return None
     if (parameters or len(linears) > 3) if linears else len(others) > 1:
         return None  # without linear layers, children are tried by themselves

@@ -84,8 +84,8 @@ class StepChecks:
         """Say that modules are exact from now on: a warning where a user has named layers to convert."""
         logger.log(
             logging.WARNING if is_chosen else logging.INFO,
-            "%d converted modules (%s) free nothing, as other operations keep the same tensors anyway: they are exact "
-            "from now on.",
+            "%d converted modules (%s) free nothing, as other operations or the caller keep the same tensors anyway: "
+            "they are exact from now on.",
             len(found),
             shown([self._names[index] for index in found]),
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rmm_linear._support.patterns import matches
 from rmm_linear._support.tables import folded
@@ -202,7 +203,9 @@ def _is_light(module: nn.Module) -> bool:
     """Say whether there are no linear layers nor experts between a module's own linear layers."""
     between = _between(module)
     parameters = [one for inner in (module, *between) for one in inner.parameters(recurse=False)]
-    return not any(map(is_linear_like, between)) and all(one.dim() < 3 or 1 in one.shape for one in parameters)
+    if any(map(is_linear_like, between)) or any(map(is_lazy, parameters)):
+        return False
+    return all(one.dim() < 3 or 1 in one.shape for one in parameters)
 
 
 def _between(module: nn.Module) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from rmm_linear.norm_estimators.registry import NONE
 
 _EXACT = "stays exact"  # so ends the reason why a layer saves its input itself, of an explanation too
 RECOMPUTED = f"recomputed under activation checkpointing, {_EXACT}"
-_ANYWAY = f"another operation keeps what it would free, {_EXACT}"
+_ANYWAY = f"what it would free is in memory anyway, {_EXACT}"
 _STAYS = "stays: "
 _CHECKPOINTED = (
     "checkpointing is on: {} modules are recomputed and stay exact, so they save nothing. Turn it off "

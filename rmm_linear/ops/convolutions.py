@@ -18,7 +18,7 @@ from rmm_linear.sketches.seeds import fresh_seed
 _COLUMNS = 4096  # of a row at most: whole groups of any code, and as few rows and columns as together draw few numbers
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """How a tensor lies in memory, and the matrix that is made of it: no element moves.
 
     Attributes:
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, x: Tensor) -> Layout:
+    def of(cls, x: Tensor) -> MemoryLayout:
         """Return the layout of a tensor.
 
         Its groups are side by side in memory: pixels of one channel, or with ``channels_last`` channels of one pixel.

@@ -53,7 +53,7 @@ OWN_CODE = ["attention own code", "activation own code", "linear own code"]
 WITHOUT = {
     ("attention roberta", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
     ("attention llama", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
-    **{(name, "padding"): "what is saved has rows of padding too" for name in OWN_CODE},
+    **{(name, "padding"): "what is saved has rows of padding too" for name in (*OWN_CODE, "convolution")},
     ("attention own code", "shapes"): "transformers cannot reshape what is empty",
     ("attention own code llama", "widths"): "a rotary embedding needs an even width of heads",
     ("attention own code roberta", "without random numbers"): "it has dropout",
@@ -65,6 +65,7 @@ WITHOUT = {
     },
     ("attention t5", "reentrant"): "without gradients, PyTorch's own kernel is another one, with other last bits",
     ("Conv1D", "views"): "transformers' own takes no views",
+    ("convolution", "views"): "its code follows the memory: tests/activations/test_convolution.py",
     ("attention llama", "widths"): "a rotary embedding needs an even width of heads",
     **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
     ("activation own code", "fused"): "no kernel knows it",
@@ -194,7 +195,7 @@ def test_bytes_are_the_formula_and_nothing_where_nothing_is_needed(name):
     model.train().requires_grad_(False)
     assert saved_bytes(model, x.detach()) == 0
     assert not model(x.detach()).requires_grad
-    if member.operation == "linear":  # the gradient with respect to the input needs the weight alone
+    if member.operation in ("linear", "convolution"):  # the gradient with respect to the input needs the weight alone
         assert saved_bytes(model, x) == 0
 
 
