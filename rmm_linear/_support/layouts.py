@@ -1,11 +1,57 @@
-"""Tell tensors that are a grid of numbers from others."""
+"""Tell tensors that are a grid of numbers from others, and how they lie in memory."""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+_MOST, _LEAST = 4096, 64  # columns: whole groups of any code, and not many more random numbers for them than for rows
+_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Say whether a tensor has rows that can be coded: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+class MemoryLayout(NamedTuple):
+    """How a tensor lies in memory, and the matrix that is made of it: no element moves.
+
+    Attributes:
+        order: Its dimensions, the one with the largest strides first.
+        shape: Their sizes, in this order.
+    """
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> MemoryLayout:
+        """Return the layout of a tensor.
+
+        What is side by side in a row is so in memory: pixels of one channel, or with ``channels_last`` channels of one
+        pixel. Rows are long, as a few elements by themselves take as long to encode as many.
+        """
+        order = tuple(sorted(range(x.dim()), key=lambda i: -x.stride(i)))
+        shape = tuple(x.shape[i] for i in order)
+        columns = math.prod(shape[1:])
+        if not torch.compiler.is_compiling():  # which would fix the sizes
+            fitting = math.gcd(columns * shape[0], _MOST)
+            columns = fitting if fitting >= _LEAST else columns
+        return cls(order, shape, math.prod(shape) // max(columns, 1), columns)
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """Return the elements of a tensor as rows, a view where its memory has no gaps."""
+        return x.permute(self.order).reshape(self.rows, self.columns)
+
+    def tensor(self, matrix: Tensor) -> Tensor:
+        """Return the tensor of a new :meth:`matrix`; mostly as no view of it, so that gradients are added in place."""
+        made = _unsafe_view(matrix, self.shape)
+        if self.order == tuple(range(len(self.order))):
+            return made
+        return made.permute(sorted(range(len(self.order)), key=self.order.__getitem__))

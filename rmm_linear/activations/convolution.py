@@ -26,12 +26,12 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import MemoryLayout, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.experts import experts_bits
 from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.layers.function import SavingFunction, refuse_double_backward
-from rmm_linear.ops.convolutions import MemoryLayout, decode_matrix, encode_matrix
+from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARD = (F.conv1d, F.conv2d, F.conv3d)

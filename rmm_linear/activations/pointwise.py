@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import MemoryLayout, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
@@ -32,6 +32,7 @@ _TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {
     nn.LeakyReLU: lambda module: Pointwise("leaky_relu", (float(module.negative_slope),)),
 }
 _UNPARAMETERIZED = [name for name in FUNCTIONS if name not in ("elu", "leaky_relu")]
+_SEQUENCES = 3  # dimensions, of tokens
 _TOLERANCE = 1e-7  # constants that a model writes with ten digits, not another function
 _found: dict[tuple[Any, ...], Pointwise | None] = {}
 
@@ -120,11 +121,13 @@ class PointwiseFunction(SavingFunction):
         index = call.index
         ctx.call, ctx.dtype = call, input.dtype
         ctx.stored_as = function.name, function.parameters, bits
-        rows = input.reshape(-1, input.shape[-1])
+        # Images have short rows, and perhaps channels in memory first.
+        ctx.layout = MemoryLayout.of(input) if index is None and input.dim() > _SEQUENCES else None
+        rows = input.reshape(-1, input.shape[-1]) if ctx.layout is None else ctx.layout.matrix(input)
         if exact is None:
             output, stored = activate_and_pack(rows, index, call.seed, *ctx.stored_as)
             ctx.save_for_backward(stored, index)
-            return output.view(input.shape)
+            return output.view(input.shape) if ctx.layout is None else ctx.layout.tensor(output)
         # Before the function may overwrite its input.
         ctx.save_for_backward(pack_derivative(rows, index, call.seed, *ctx.stored_as), index)
         output = exact(input)
@@ -136,10 +139,11 @@ class PointwiseFunction(SavingFunction):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient."""
         (grad_output,) = grad_outputs
-        y = SavingFunction.received(ctx, grad_output, "a packed activation")
-        stored, index = ctx.saved_tensors
-        grad_input = apply_derivative(y, stored, index, *ctx.stored_as).view(grad_output.shape).to(ctx.dtype)
-        return grad_input, None, None, None, None, None
+        y, (stored, index) = grad_output if ctx.layout is None else ctx.layout.matrix(grad_output), ctx.saved_tensors
+        y = SavingFunction.received(ctx, y, "a packed activation")
+        grad_input = apply_derivative(y, stored, index, *ctx.stored_as)
+        grad_input = grad_input.view(grad_output.shape) if ctx.layout is None else ctx.layout.tensor(grad_input)
+        return grad_input.to(ctx.dtype), None, None, None, None, None
 
 
 def is_composed(module: nn.Module) -> bool:

@@ -1,10 +1,9 @@
-"""Encode a tensor as it lies in memory, and decode it: what convolutions save of their inputs."""
+"""Encode a matrix, and decode it: what convolutions save of their inputs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,46 +13,6 @@ from rmm_linear.ops.sketches import DECODE, ENCODE, PACK, whole
 from rmm_linear.packing import CODES, GROUP, encoded_parts, is_normal
 from rmm_linear.packing.stored import SEED, Part, blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fresh_seed
-
-_COLUMNS = 4096  # of a row at most: whole groups of any code, and as few rows and columns as together draw few numbers
-
-
-class MemoryLayout(NamedTuple):
-    """How a tensor lies in memory, and the matrix that is made of it: no element moves.
-
-    Attributes:
-        order: Its dimensions, the one with the largest strides first.
-        shape: Their sizes, in this order.
-    """
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> MemoryLayout:
-        """Return the layout of a tensor.
-
-        Its groups are side by side in memory: pixels of one channel, or with ``channels_last`` channels of one pixel.
-        """
-        order = tuple(sorted(range(x.dim()), key=lambda i: -x.stride(i)))
-        shape = tuple(x.shape[i] for i in order)
-        columns = math.prod(shape[1:])
-        if not torch.compiler.is_compiling():  # which would fix the sizes
-            fitting = math.gcd(columns * shape[0], _COLUMNS)
-            columns = fitting if fitting >= GROUP else columns
-        return cls(order, shape, math.prod(shape) // max(columns, 1), columns)
-
-    def matrix(self, x: Tensor) -> Tensor:
-        """Return the elements of a tensor as rows, a view where its memory has no gaps."""
-        return x.permute(self.order).reshape(self.rows, self.columns)
-
-    def tensor(self, matrix: Tensor) -> Tensor:
-        """Return the tensor of :meth:`matrix`."""
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return matrix.view(self.shape).permute(inverse)
-
 
 def _samples(case: Case) -> Iterator[Call]:
     for bits in CODES:

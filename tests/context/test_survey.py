@@ -10,8 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import convert, revert
+from rmm_linear.config import OPERATIONS
 from rmm_linear.context.survey import Survey
 from rmm_linear.memory import track_saved
+
+LESS = [one for one in OPERATIONS if one != "convolution"]  # so that convolutions keep their inputs
 
 
 def convolutions():
@@ -53,7 +56,7 @@ def saved(model, *inputs):
 def test_activations_before_convolutions():
     model, x = convolutions(), torch.randn(4, 3, 16, 16)
     exact = saved(model, x)
-    report = convert(model)
+    report = convert(model, operations=LESS)
     step(model, x)
     # GELU keeps its input, which nothing else does; behind the last ReLU, the mean keeps nothing.
     assert report.kept_anyway == ["1", "3", "7"]
@@ -62,10 +65,23 @@ def test_activations_before_convolutions():
     assert report.to_dict()["kept_anyway"] == ["1", "3", "7"]
 
 
+def test_the_pixels_of_a_batch_alone_are_kept_where_convolutions_are_coded():
+    model, x = convolutions(), torch.randn(4, 3, 16, 16)
+    exact = saved(model, x)
+    report = convert(model)
+    step(model, x)
+    assert report.kept_anyway == ["0"]
+    assert saved(model, x) < exact / 4 + x.nbytes
+    other = convolutions()
+    report = convert(other)
+    step(other, x.requires_grad_())  # a part of a larger model, perhaps
+    assert report.kept_anyway == []
+
+
 def test_their_gradients_are_exact():
     model, x = convolutions(), torch.randn(4, 3, 16, 16)
     twin = copy.deepcopy(model)
-    convert(model, exclude_modules=["5", "9"])
+    convert(model, operations=LESS, exclude_modules=["5", "9"])
     step(model, x)
     assert all(map(torch.equal, step(model, x), step(twin, x)))
 
@@ -90,7 +106,7 @@ def test_a_product_keeps_a_copy_of_what_is_not_contiguous():
 
     model, x = Transposing(), torch.randn(4, 16, 40)
     exact = saved(model, x)
-    report = convert(model)
+    report = convert(model, operations=LESS)
     step(model, x)
     assert report.kept_anyway == []
     assert saved(model, x) < exact
@@ -152,14 +168,14 @@ def test_one_of_two_calls_is_enough():
             return self.relu(self.two(self.relu(self.one(x))))
 
     model = Twice()
-    report = convert(model)
+    report = convert(model, operations=LESS)
     step(model, torch.randn(8, 4, 64))
     assert report.kept_anyway == []
 
 
 def test_addresses_are_used_again():
     class Module(nn.Module):
-        rmm_index = 0
+        rmm_index, rmm_operation = 0, "activation"
 
     survey, weight = Survey(), torch.ones(1, requires_grad=True)
     x = torch.randn(1000) * weight
@@ -178,7 +194,7 @@ def test_the_noise_of_the_others_stays():
     for forgets in (False, True):
         torch.manual_seed(3)
         model = convolutions()
-        report = convert(model)
+        report = convert(model, operations=LESS)
         step(model, x)
         assert report.context is not None
         if forgets:
@@ -194,7 +210,7 @@ def test_the_noise_of_the_others_stays():
 def test_with_an_example():
     model, x = convolutions(), torch.randn(4, 3, 16, 16)
     state = torch.get_rng_state()
-    report = convert(model, example=x)
+    report = convert(model, operations=LESS, example=x)
     assert torch.equal(torch.get_rng_state(), state)
     assert report.kept_anyway == ["1", "3", "7"]
     assert report.memory is not None
@@ -204,7 +220,7 @@ def test_with_an_example():
 def test_passes_that_show_nothing():
     """In eval mode, without gradients, inside of a checkpoint, with hooks that save something else."""
     model, x = convolutions(), torch.randn(4, 3, 16, 16, requires_grad=True)
-    report = convert(model)
+    report = convert(model, operations=LESS)
     model.eval()
     model(x).sum().backward()
     model.train()
@@ -214,7 +230,7 @@ def test_passes_that_show_nothing():
         model(x).sum().backward()
     assert report.kept_anyway == []
     other = convolutions()
-    report = convert(other)
+    report = convert(other, operations=LESS)
     checkpoint(other, x, use_reentrant=False).sum().backward()
     assert report.kept_anyway == []
 
@@ -222,7 +238,7 @@ def test_passes_that_show_nothing():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_know_it(copied):
     model, x = convolutions(), torch.randn(4, 3, 16, 16)
-    convert(model)
+    convert(model, operations=LESS)
     step(model, x)
     twin = copied(model)
     assert saved(twin, x) == saved(model, x)
@@ -233,7 +249,7 @@ def test_copies_know_it(copied):
 def test_a_pass_that_fails_shows_nothing():
     """Its traceback keeps what the pass has made."""
     model, x = nn.Sequential(*convolutions(), nn.Flatten(), nn.Linear(9, 9)), torch.randn(4, 3, 16, 16)
-    report = convert(model)
+    report = convert(model, operations=LESS)
     with pytest.raises(RuntimeError):
         model(x)
     assert report.context is not None

@@ -38,6 +38,15 @@ def test_simulated_peak_is_that_of_the_real_step(name):
     assert max(now for now, _ in found.timeline) == found.bytes
 
 
+def test_coded_convolutions_have_the_peak_of_the_real_step():
+    model, example = network("cnn")
+    exact = simulate(model, example).bytes
+    convert(model, operations=("convolution", "activation"))
+    run_step(model, example)  # finds that the batch is in memory anyway
+    found = simulate(model, example)
+    assert found.bytes == real_peak(model, example) < exact
+
+
 def test_simulation_leaves_no_trace():
     model, example = network("cnn", blocks=2)
     model.eval()
