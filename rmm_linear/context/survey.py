@@ -50,7 +50,7 @@ class Survey:
         # Of an input of the model, the caller knows how long it stays. Of a checkpoint, what is kept does not show, and
         # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy.
         is_convolution = module.rmm_operation == "convolution"  # which keeps its input itself
-        is_result = input.grad_fn is not None or (is_convolution and not input.requires_grad)
+        is_result = input.grad_fn is not None or is_convolution
         if not is_result or is_checkpointed() or not (input.is_contiguous() or is_convolution):
             self._kept.setdefault(module.rmm_index, []).append([])
             return

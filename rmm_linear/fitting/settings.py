@@ -38,7 +38,7 @@ class Setting:
         return {SKETCH if operation == LINEAR else PACK for operation in self.fields}
 
 
-def _others(activation: int, norm: int, attention: int) -> dict[str, dict[str, Any]]:
+def _others(activation: int, norm: int, attention: int, bits: float | None = None) -> dict[str, dict[str, Any]]:
     return {
         "activation": {"activation_bits": activation},
         "norm": {"norm_bits": norm},
@@ -46,6 +46,7 @@ def _others(activation: int, norm: int, attention: int) -> dict[str, dict[str, A
         "dropout": {},
         "logits": {},
         "experts": {"activation_bits": activation},
+        "convolution": {} if bits is None else {"bits": bits},
     }
 
 
@@ -54,9 +55,9 @@ _DEFAULT: dict[str, dict[str, Any]] = {LINEAR: {}}
 SETTINGS = (
     Setting("linears", _DEFAULT),
     Setting("others", _others(4, 3, 4)),
-    Setting("wide", {LINEAR: {"bits": 8}, **_others(8, 4, 8)}),
+    Setting("wide", {LINEAR: {"bits": 8}, **_others(8, 4, 8, 8)}),
     Setting("tenth", {**_DEFAULT, **_others(4, 3, 4)}),
-    Setting(NARROW, {LINEAR: {"bits": 1.6}, **_others(4, 3, 4)}),
+    Setting(NARROW, {LINEAR: {"bits": 1.6}, **_others(4, 3, 4, 1.6)}),
 )
 
 

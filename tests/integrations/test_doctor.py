@@ -182,6 +182,17 @@ def test_a_peak_in_the_optimizers_step_is_named_with_what_lowers_it(rows):
         exec(found.code, {"model": made(), "batch": batch})
 
 
+class Own(nn.Module):
+    """A product that no operation knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
 def test_few_rows_and_nothing_to_convert_are_said():
     few = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     found = rmm_linear.doctor(few, torch.randn(16, 64))
@@ -189,7 +200,7 @@ def test_few_rows_and_nothing_to_convert_are_said():
     assert rows.text.startswith("2 linear layers stay exact, ")
     assert "the layer sees 16 rows and stays exact, as min_rows is 64" in rows.text
     assert_codes_run(found, model=few)
-    nothing = rmm_linear.doctor(nn.Sequential(nn.Conv1d(4, 4, 3), nn.Flatten()), torch.randn(2, 4, 8))
+    nothing = rmm_linear.doctor(nn.Sequential(Own(), nn.Flatten()), torch.randn(2, 4, 8))
     assert nothing.options == {}
     assert nothing.findings[0].topic in ("conversion", "weights")
     assert 'memory="least"' in nothing.code
