@@ -86,7 +86,7 @@ class RMMConfig(SavedSettings):
             "sequence_cache" (the last epoch's, by dataset index), or a name given to
             :func:`rmm_linear.estimators.register_norm_estimator`.
         min_rows: Lower limit of K, at least 1. Layers whose input has no more rows stay exact, such as heads with one
-            row per sequence.
+            row per sequence, and convolutions whose input has no more positions.
         mask_padding: Whether rows without a gradient are left out: padding, in models whose forward takes
             ``attention_mask``, and in the last block of a classifier all rows but the one that it reads, see
             :mod:`rmm_linear.context.learned`.

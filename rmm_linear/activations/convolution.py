@@ -6,10 +6,8 @@ elements are uncorrelated, each with the variance v = scale² / 12 of its group,
 
     Var(dW) = the gradient that the weight would have from the input v and the output's gradient dY²
 
-Groups are 64 elements side by side in memory, so that encoding is one pass without a copy: pixels of one channel, or with
-``channels_last`` channels of one pixel. Their sum of squares decides v, and with it the total Σ v; so at the same bytes
-both have the same variance where the energy of dY lies as that of x does in neither. In memory of planes, a channel of
-small numbers has a small error, and one that a ReLU has switched off has none.
+Groups are 64 elements side by side in memory, so that encoding is one pass without a copy: pixels of one channel, or
+with ``channels_last`` channels of one pixel.
 """
 
 from __future__ import annotations
@@ -114,7 +112,7 @@ class ConvolutionForm(NamedTuple):
 
 
 def _unpadded(y: Tensor, size: Sequence[int], pads: Sequence[int], mode: str) -> Tensor:
-    """Return the gradient of what was padded to the shape of ``y``: each element adds to the one that it is a copy of."""
+    """Return the gradient of what was padded: each element adds to the one that it is a copy of."""
     if mode == "constant":
         return F.pad(y, [-one for one in pads])
     for i in range(len(pads) // 2):

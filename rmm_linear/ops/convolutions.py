@@ -14,6 +14,7 @@ from rmm_linear.packing import CODES, GROUP, encoded_parts, is_normal
 from rmm_linear.packing.stored import SEED, Part, blank_stored, stored_bytes, views
 from rmm_linear.sketches.seeds import fresh_seed
 
+
 def _samples(case: Case) -> Iterator[Call]:
     for bits in CODES:
         yield call(case.matrix(), bits, case.seed)

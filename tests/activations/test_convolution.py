@@ -1,4 +1,4 @@
-"""Convolutions that save their input in few bits: what is exact, the stated variance, and which of them are converted."""
+"""Convolutions that save their input in few bits: what is exact, the stated variance, which of them are converted."""
 
 import copy
 import math
@@ -84,7 +84,9 @@ def test_everything_but_the_weight_is_exact(axes, how, name):
 
 @pytest.mark.parametrize("way", ["rows", "channels last"])
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Conv2d(64, 5, 3, 2, 1), lambda: nn.ConvTranspose2d(64, 4, 3, 2, groups=2)], ids=["plain", "transposed"]
+    "make",
+    [lambda: nn.Conv2d(64, 5, 3, 2, 1), lambda: nn.ConvTranspose2d(64, 4, 3, 2, groups=2)],
+    ids=["plain", "transposed"],
 )
 def test_the_variance_is_the_stated_one(make, way):
     """Of every element; the mean of the squares of M errors, by their variance, has the deviation 1.2/√M at most.
@@ -95,7 +97,7 @@ def test_the_variance_is_the_stated_one(make, way):
     model, exact = both(nn.Sequential(make()), bits=4)
     output, _, others = gradients(exact, x)
     y, weight = torch.ones_like(output).cumsum(-1) / 10, "0.weight"
-    expected, squares, stated = gradients(exact, x, y)[2][weight].double(), 0, 0
+    expected, stated = gradients(exact, x, y)[2][weight].double(), 0
     errors = []
     for draw in range(draws):
         model.zero_grad()
@@ -110,7 +112,9 @@ def test_the_variance_is_the_stated_one(make, way):
     assert abs(float(ratio.mean()) - 1) < Z * 1.5 / math.sqrt(draws)  # as if all elements were one
     assert abs(float((errors.mean(0) / (stated / draws).sqrt()).square().mean()) - 1) < 0.5
     with pytest.raises(ValueError, match="padding_mode must be 'zeros', got 'reflect'"):
-        convolution_variance(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), x, y, bits=4, seed=torch.tensor([0]))
+        convolution_variance(
+            nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), x, y, bits=4, seed=torch.tensor([0])
+        )
 
 
 class Block(nn.Module):
@@ -194,7 +198,9 @@ class Cut(nn.ConvTranspose1d):
 def test_subclasses_that_call_pytorch(kind):
     found, exact = both(nn.Sequential(kind(4, 4, 3)), bits=8)
     assert isinstance(found[0], PackedConvolution)
-    (output, by_input, one), (expected, other_by_input, other) = (gradients(model, batch(1)) for model in (found, exact))
+    (output, by_input, one), (expected, other_by_input, other) = (
+        gradients(model, batch(1)) for model in (found, exact)
+    )
     assert torch.equal(output, expected)
     assert torch.equal(by_input, other_by_input)
     near = [(one[name] - other[name]).norm() / other[name].norm() for name in other]

@@ -1,20 +1,19 @@
 """Variance of the weight gradient of a convolution whose input is saved in few bits.
 
-dW is linear in the input, and the errors of its elements are uncorrelated, each with the variance v = scale² / 12 of its
-group, see :mod:`rmm_linear.packing.pack`. Every element of dW is a sum of products of x and y, of which the errors'
+dW is linear in the input, and the errors of its elements are uncorrelated, each with the variance v = scale² / 12 of
+its group, see :mod:`rmm_linear.packing.pack`. Every element of dW is a sum of products of x and y, of which the errors'
 variances add up:
 
     Var(dW) = the gradient that the weight would have from the input v and the output's gradient y²
 
-Exact given the rotations, from what is stored alone, with padding by zeros: other padding repeats elements with the same
-error.
+Exact given the rotations, from what is stored alone, with padding by zeros: other padding repeats elements with the
+same error.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.autocast import without_autocast
@@ -24,9 +23,7 @@ from rmm_linear.packing import element_variance
 
 
 @without_autocast
-def convolution_variance(
-    module: nn.Module, input: Tensor, grad_output: Tensor, *, bits: int, seed: Tensor
-) -> Tensor:
+def convolution_variance(module: nn.Module, input: Tensor, grad_output: Tensor, *, bits: int, seed: Tensor) -> Tensor:
     """Return the variance of every element of a convolution's weight gradient.
 
     Args:
@@ -43,6 +40,7 @@ def convolution_variance(
         ValueError: If the module pads by something else than zeros, or for another width.
 
     Example:
+        >>> import torch
         >>> x, y = torch.randn(1, 2, 8, 8), torch.ones(1, 3, 6, 6)
         >>> convolution_variance(nn.Conv2d(2, 3, 3), x, y, bits=4, seed=torch.tensor([0])).shape
         torch.Size([3, 2, 3, 3])
@@ -51,7 +49,9 @@ def convolution_variance(
     if given.padding_mode != "zeros":
         raise ValueError(f"padding_mode must be 'zeros', got {given.padding_mode!r}, which repeats elements.")
     if bits not in (8, 4, 3):
-        raise ValueError(f"bits must be 8, 4 or 3, got {bits!r}: of the codes below, the variance follows from the input.")
+        raise ValueError(
+            f"bits must be 8, 4 or 3, got {bits!r}: of the codes below, the variance follows from the input."
+        )
     more = given.output_padding if given.transposed else None
     form = ConvolutionForm.of(given, input, more, None, bits)
     scales = PACK(form.layout.matrix(input.detach()), bits, seed)[1]
