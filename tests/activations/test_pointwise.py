@@ -145,6 +145,22 @@ def test_any_number_of_dimensions(shape):
         assert is_within_half_a_step(gradient, x, torch.ones_like(x), function, function.bits(4))
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_images_are_saved_as_they_lie_in_memory(layout):
+    """Whose rows are short, and would each begin a byte; what they give is in the same memory."""
+    x, found = randn(2, 64, 5, 3).to(memory_format=layout), []
+    for name, bits, module, exact in (
+        ("gelu", 4, packed(nn.GELU(), PackedActivation), nn.GELU()),
+        ("relu", 1, packed(nn.ReLU(inplace=True), PackedActivation), nn.ReLU()),
+    ):
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: found.append(one) or one, lambda one: one):
+            output, gradient = gradient_of(module, x, x)
+        assert torch.equal(output, exact(x))
+        assert output.stride() == gradient.stride() == x.stride()
+        assert is_within_half_a_step(gradient, x, x, Pointwise(name), bits)
+        assert found.pop().nbytes == x.numel() * bits // 8 + 16 * (bits > 1)  # and a seed
+
+
 def test_nan_and_infinity_reach_the_output_and_nan_the_gradient():
     x = randn(4, 70)
     x[2, 4], x[3, 5] = torch.inf, -torch.inf
