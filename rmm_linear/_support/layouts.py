@@ -37,12 +37,15 @@ class MemoryLayout(NamedTuple):
         What is side by side in a row is so in memory: pixels of one channel, or with ``channels_last`` channels of one
         pixel. Rows are long, as a few elements by themselves take as long to encode as many.
         """
-        order = tuple(sorted(range(x.dim()), key=lambda i: -x.stride(i)))
-        shape = tuple(x.shape[i] for i in order)
-        columns = math.prod(shape[1:])
-        if not torch.compiler.is_compiling():  # which would fix the sizes
-            fitting = math.gcd(columns * shape[0], _MOST)
-            columns = fitting if fitting >= _LEAST else columns
+        if torch.compiler.is_compiling():  # which sorts no strides, and would fix the sizes of a divisor
+            order = _channels_last(x) or tuple(range(x.dim()))
+            shape = tuple(x.shape[i] for i in order)
+            columns = math.prod(shape[1:])
+        else:
+            order = tuple(sorted(range(x.dim()), key=lambda i: -x.stride(i)))
+            shape = tuple(x.shape[i] for i in order)
+            columns = math.gcd(math.prod(shape), _MOST)
+            columns = columns if columns >= _LEAST else math.prod(shape[1:])
         return cls(order, shape, math.prod(shape) // max(columns, 1), columns)
 
     def matrix(self, x: Tensor) -> Tensor:
@@ -55,3 +58,11 @@ class MemoryLayout(NamedTuple):
         if self.order == tuple(range(len(self.order))):
             return made
         return made.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+def _channels_last(x: Tensor) -> tuple[int, ...] | None:
+    """Return the order of the dimensions of images whose channels are side by side in memory."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() not in formats or x.is_contiguous() or not x.is_contiguous(memory_format=formats[x.dim()]):
+        return None
+    return (0, *range(2, x.dim()), 1)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from compile_helpers import Graphs
 from module_cases import aligned, codes, scales
 from module_steps import saved_bytes
 from statistical import Z
@@ -224,6 +225,28 @@ def test_what_a_user_chooses():
     assert report.uncompressed == {"3": "convolutions"}
     with pytest.raises(ValueError, match=r"changes norm_bits, which is a setting of the operation 'norm'"):
         convert(model, overrides={"0": {"norm_bits": 4}}, dry_run=True)
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_images_in_compiled_code(layout):
+    """One graph for all sizes, in which the pixels, which need no gradient, are kept."""
+    torch._dynamo.reset()
+    layers = nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"), nn.GELU()
+    (found, exact), graphs = both(nn.Sequential(*layers).to(memory_format=layout)), Graphs()
+    run = graphs.compile(found)
+    for count, size in ((4, 16), (5, 16), (6, 20), (7, 24)):
+        x = torch.randn(count, 4, size, size).to(memory_format=layout)
+        outputs = [model(x) for model in (run, exact)]
+        assert torch.equal(*outputs)
+        gradients = [
+            torch.autograd.grad(one.square().sum(), [*of.parameters()])
+            for one, of in zip(outputs, (found, exact), strict=True)
+        ]
+        errors = [float((one - other).norm() / other.norm()) for one, other in zip(*gradients, strict=True)]
+        assert max(errors[0], errors[1], errors[3]) < 1e-5 < errors[2] < 0.2
+    assert len(graphs.counts) <= 6  # forward and backward, of the first sizes, another batch, other images
+    torch._dynamo.reset()
 
 
 def test_output_sizes_of_transposed_convolutions():
