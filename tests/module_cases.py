@@ -177,7 +177,7 @@ def convolution_bytes(bits):
     """Of all elements side by side, in rows of the largest power of two; of an image where that is no group."""
 
     def saved(stored, rows, width):
-        columns = math.gcd(rows * width, 4096)
+        columns = math.gcd(rows * width, 1024)
         shape = rows * width // (columns := columns if columns >= 64 else width), columns
         return aligned(8, codes(*shape, bits), scales(*shape))
 

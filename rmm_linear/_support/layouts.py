@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_MOST, _LEAST = 4096, 64  # columns: whole groups of any code, and not many more random numbers for them than for rows
+_MOST, _LEAST = 1024, 64  # columns: whole groups of any code, each with a random number of its own
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 

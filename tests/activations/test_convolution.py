@@ -141,7 +141,7 @@ def test_bytes_of_a_block():
     assert report.kept_anyway == ["stem"]
     assert report.groups == [("first", "short")]
     count = 4 * 16 * 16 * 16
-    code, bits = aligned(8, codes(count // 4096, 4096, 3), scales(count // 4096, 4096)), count // 8
+    code, bits = aligned(8, codes(count // 1024, 1024, 3), scales(count // 1024, 1024)), count // 8
     assert saved_bytes(model, x) == 2 * code + 3 * bits + x.nbytes
     assert exact == 3 * 4 * count + x.nbytes
     assert "stem" in str(report)
@@ -158,7 +158,7 @@ def test_frozen_layers_below():
     report, count = convert(model, operations=("convolution", "activation")), 4 * 16 * 16 * 16
     model(x).backward()
     assert report.kept_anyway == []
-    code = aligned(8, codes(count // 4096, 4096, 3), scales(count // 4096, 4096))
+    code = aligned(8, codes(count // 1024, 1024, 3), scales(count // 1024, 1024))
     assert saved_bytes(model, x) == 2 * code + 2 * count // 8
 
 
