@@ -21,7 +21,7 @@ from rmm_linear.packing.attention import check_attention_bits
 from rmm_linear.sketches import KINDS, SAMPLERS, UNIFORM_MIX, check_block, check_kind
 from rmm_linear.spec import ROW_SAMPLE_BYTES, SaveSpec
 
-OPERATIONS = ("linear", "activation", "norm", "attention", "dropout", "logits", "experts", "convolution")
+OPERATIONS = ("linear", "activation", "norm", "attention", "dropout", "logits", "experts", "convolution", "pooling")
 STATE_KEY = "sketch_state"
 QUANTIZER, QUANT_METHOD = "quantizer", "rmm"
 _DEFAULT_MEMORY, _DEFAULT_BITS = 0.1, 3
@@ -94,11 +94,12 @@ class RMMConfig(SavedSettings):
             compress it again: "exact" leaves them as they are, without noise; "packed" compresses, which lowers the
             peak inside of the one block that is being recomputed. In compiled code it is always "packed".
         operations: The operations to convert: "linear" (a sketch of the input), "activation" (its derivative in few
-            bits; a gated MLP's two products), "norm" (LayerNorm, RMSNorm: one packed copy of the input), "attention"
-            (query, key and value packed), "dropout" (one bit per element), "logits" (a language model's loss in
-            chunks, exact but for the order of summation), "experts" (of transformers: tokens and products in
-            ``bits``, the gate's derivative in ``activation_bits``) and "convolution" (its input in ``bits``).
-            ("linear",) is the published method.
+            bits; a gated MLP's two products), "norm" (LayerNorm, RMSNorm, BatchNorm, GroupNorm, InstanceNorm: one
+            packed copy of the input), "attention" (query, key and value packed), "dropout" (one bit per element),
+            "logits" (a language model's loss in chunks, exact but for the order of summation), "experts" (of
+            transformers: tokens and products in ``bits``, the gate's derivative in ``activation_bits``), "convolution"
+            (its input in ``bits``) and "pooling" (the place of each maximum in its window). ("linear",) is the
+            published method.
         activation_bits: Bits per element of an activation's derivative: 8, 4, 2 or 1. ReLU takes 1 and is exact.
         norm_bits: Bits per element of a norm's input: 8, 4, 3 or 2.
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that

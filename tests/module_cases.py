@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from channel_cases import CHANNEL_NORMS, POOLS
 from gated_helpers import HIDDEN
 from gated_helpers import MAKERS as GATED
 from torch import nn
@@ -465,6 +466,19 @@ MEMBERS = {
     **{
         f"norm layer {bits} bits": Member("norm", nn.LayerNorm, norm_bytes(bits), ("module.bias",), {"norm_bits": bits})
         for bits in (8, 4, 2)
+    },
+    **{
+        f"norm {name}": Member(
+            "norm", make, lambda *_, of=of: aligned(8, 4 * of[0], codes(*of[1:], 3), scales(*of[1:])),
+            ("module.norm.bias",),
+        )
+        for name, (make, *of) in CHANNEL_NORMS.items()
+    },
+    **{
+        f"pooling {name}": Member(
+            "pooling", make, lambda stored, rows, width, of=of: of[0] * math.ceil(rows * of[1] / 8), ("x",)
+        )
+        for name, (make, *of) in POOLS.items()
     },
     **{
         f"dropout{title}": Member("dropout", lambda width, inplace=inplace: nn.Dropout(0.3, inplace),

@@ -16,6 +16,7 @@ from rmm_linear._support.tables import folded
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule
+from rmm_linear.activations.channel_norm import PackedChannelNorm, is_channel_norm
 from rmm_linear.activations.convolution import PackedConvolution, is_convolution, why_own
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
 from rmm_linear.activations.elementwise import PackedElementwise, elementwise_form
@@ -26,6 +27,7 @@ from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 from rmm_linear.activations.pointwise import PackedActivation, is_composed, pointwise_function
+from rmm_linear.activations.pooling import PackedPool, bits_of, is_max_pool
 from rmm_linear.activations.products import PackedProduct, multiplies
 from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.backends.select import backend_of
@@ -37,6 +39,7 @@ from rmm_linear.layers.converted import joined_class
 from rmm_linear.packing.pointwise import Pointwise
 
 _WITHIN = "inside of an attention that runs again in the backward pass, and saves nothing for it"
+_SYNCHRONIZED = "its statistics are those of several processes"
 _UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: convert after its weights are there"
 
 
@@ -76,6 +79,8 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
         if choice is None:
             if "activation" in config.operations and lacks_weights(module):
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
+            elif "norm" in config.operations and isinstance(module, nn.SyncBatchNorm):
+                skipped[name] = _skip_reason(module, name, config) or _SYNCHRONIZED
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module) and not choice.is_region:
@@ -159,6 +164,12 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
     if "norm" in operations and (form := norm_of(module)) is not None:
         set_up = _change_class(module, PackedNorm, form=form)
         return PackedChoice("norm", module, f"its rows, {config.norm_bits} bits", set_up, form)
+    if "norm" in operations and is_channel_norm(module):
+        saved = f"its normalized input, {config.norm_bits} bits"
+        return PackedChoice("norm", module, saved, _change_class(module, PackedChannelNorm))
+    if "pooling" in operations and is_max_pool(module):
+        saved = f"places of its maxima, {bits_of(module)} bits"
+        return PackedChoice("pooling", module, saved, _change_class(module, PackedPool))
     if "experts" in operations and is_experts(module):
         bits = f"{experts_bits(config):g} bits"
         saved = f"tokens and products, {bits}; the gate's derivative, {config.activation_bits} bits"
@@ -284,6 +295,7 @@ _SOME = "fused=True has no effect on {}{}."  # names, and one of the following
 _NO_KERNELS = ": on {}, Triton's kernels do not run"
 _IN_PLACE = ": modules that work in place stay as they are"
 _UNKNOWN = ": how they round is not known"
+_CHANNELS = ": norms over channels have no such kernel"
 _AUTOCAST = " under autocast, which chooses a dtype for each function"
 
 
@@ -307,6 +319,8 @@ def _reason(choice: PackedChoice) -> str | None:
     module, computes = choice.module, choice.computes
     if isinstance(computes, NormForm):
         return _AUTOCAST if casts_of(module, computes) else _UNKNOWN
+    if choice.operation == "norm":
+        return _CHANNELS
     if isinstance(computes, GatedParts):
         module = computes.act_of(module)
     elif getattr(module, "inplace", False):

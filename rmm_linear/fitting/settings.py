@@ -47,6 +47,7 @@ def _others(activation: int, norm: int, attention: int, bits: float | None = Non
         "logits": {},
         "experts": {"activation_bits": activation},
         "convolution": {} if bits is None else {"bits": bits},
+        "pooling": {},
     }
 
 
@@ -105,7 +106,7 @@ class Conversions:
 
     def is_exact(self, block: str, setting: Setting) -> bool:
         """Say whether a setting adds no noise to a block: its logits are computed in chunks, its dropout in bits."""
-        return {*self.chosen(block, setting).values()} <= {"dropout", "logits"}
+        return {*self.chosen(block, setting).values()} <= {"dropout", "logits", "pooling"}
 
     def configure(self, rows: Sequence[PlannedBlock]) -> RMMConfig | None:
         """Make the configuration that converts a plan's chosen blocks and nothing else; None without such blocks."""

@@ -16,6 +16,7 @@ from rmm_linear.backends.triton import KINDS, kernels
 from rmm_linear.ops import plain
 from rmm_linear.ops.plain import fp16_scale
 from rmm_linear.ops.repeat import Repeated
+from rmm_linear.packing import channel_norms
 from rmm_linear.packing.gated import Packed
 from rmm_linear.packing.norms import NormCopy, NormGradients
 from rmm_linear.packing.pointwise import Pointwise
@@ -139,6 +140,16 @@ def unpack(
     if rotated:
         return packing.unpack(codes, scales, seed, bits, columns, dtype, rotated=True)
     return kernels().unpack(codes, scales, seed, bits, columns, dtype)
+
+
+def pack_channels(x: Tensor, bits: int, seed: Seed, eps: float, groups: int) -> NormCopy:
+    """Pack as :func:`rmm_linear.packing.channel_norms.pack_channels` does."""
+    return channel_norms.pack_channels(x, bits, seed, eps, groups, packed=pack)  # pyright: ignore[reportArgumentType]
+
+
+def channel_gradients(*arguments: Any, **named: Any) -> NormGradients:
+    """Compute what :func:`rmm_linear.packing.channel_norms.channel_gradients` does."""
+    return channel_norms.channel_gradients(*arguments, **named, unpacked=unpack)
 
 
 def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:

@@ -159,7 +159,9 @@ def _middle(bits: int) -> float:
 def _group_scales(groups: Tensor, bits: int) -> Tensor:
     """Return the least scales that suffice, uint8 (rows, groups), for groups of shape (rows, groups, size)."""
     least = groups.abs().amax(-1) * ((1 + _MARGIN) / _middle(bits))
-    return torch.bucketize(least, torch.tensor(_SCALES[:NOT_FINITE], device=least.device)).to(torch.uint8)
+    return torch.bucketize(least, torch.tensor(_SCALES[:NOT_FINITE], dtype=least.dtype, device=least.device)).to(
+        torch.uint8
+    )
 
 
 def _steps(groups: Tensor, scales: Tensor, bits: int) -> Tensor:

@@ -31,7 +31,7 @@ from rmm_linear.variance.passes import Passes, measuring
 ALL = "all"
 _OVERHEAD, _CONVERTED = 0.5, 1.5  # of a step: what a pass over one of its sequences adds; a pass of small models
 _NO_ERRORS = "One draw has no standard error, and ratios of a draw differ by tens of per cent: draws=4 gives one."
-_NOISELESS = ("dropout", "logits")  # no noise at all, or that of another order of summation
+_NOISELESS = ("dropout", "logits", "pooling")  # no noise at all, or that of another order of summation
 
 
 @dataclass(frozen=True, repr=False)
@@ -192,8 +192,8 @@ def gradient_noise(
     ``grad``, buffers, modes, everything that a conversion has learned and torch's random number generators are left as
     they were, so training goes on to the bit as without it.
 
-    "dropout" and "logits" are exact, the latter but for the order of summation, and are measured by themselves only if
-    there is nothing else. Operations that the model has no module of are left out.
+    "dropout", "pooling" and "logits" are exact, the last but for the order of summation, and are measured by themselves
+    only if there is nothing else. Operations that the model has no module of are left out.
 
     Cost: one pass over each sequence, one over the batch, and ``draws`` over the batch for all operations together and
     for each one. Memory: that of an exact step, and about four more copies of the parameters.

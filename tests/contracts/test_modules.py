@@ -68,6 +68,18 @@ WITHOUT = {
     ("convolution", "views"): "its code follows the memory: tests/activations/test_convolution.py",
     ("attention llama", "widths"): "a rotary embedding needs an even width of heads",
     **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
+    **{
+        (name, of): why
+        for name in ("norm batch", "norm group", "norm instance")
+        for of, why in (
+            ("padding", "statistics have rows of padding too"),
+            ("nan", "statistics are those of many rows"),
+            ("fused", "no kernel makes its output"),
+        )
+    },
+    ("norm batch", "shapes"): "PyTorch refuses one value for a channel",
+    ("norm instance", "shapes"): "PyTorch refuses one value for a channel",
+    ("pooling", "padding"): "what is saved has rows of padding too",
     ("activation own code", "fused"): "no kernel knows it",
     ("norm nemotron", "fused"): "how it rounds half types is not known",
     ("gated t5", "fused"): "its dropout draws another mask",
@@ -155,6 +167,7 @@ def test_what_is_exact(name, dtype):
     one, other = step(found, x), step(exact, x)
     assert_exact_parts(name, one, other, dtype)
     assert torch.equal(one.state, other.state)
+    assert all(map(torch.equal, found.buffers(), exact.buffers()))
     for mode in (torch.no_grad, torch.inference_mode):
         outputs = []
         for model in (found, exact):
@@ -273,7 +286,7 @@ def test_any_shape(name):
         assert [(of.dtype, of.shape) for of in one.gradients.values()] == [
             (of.dtype, of.shape) for of in other.gradients.values()
         ]
-        assert all(of.isfinite().all() for of in one.gradients.values())
+        assert all(torch.equal(of.isfinite(), other.gradients[key].isfinite()) for key, of in one.gradients.items())
 
 
 @pytest.mark.diagonal
@@ -304,7 +317,7 @@ def test_strides_do_not_matter(name):
         model.change = exact.change = lambda x, view=view: view(x * 1)
         found = step(model, x)
         assert_exact_parts(name, found, step(exact, x))
-        if MEMBERS[name].operation == "dropout":
+        if MEMBERS[name].operation == "dropout" or "images" in name:
             continue  # its random numbers follow the strides
         model.change = lambda x, view=view: view(x * 1).contiguous()
         for key, gradient in step(model, x).gradients.items():

@@ -214,7 +214,7 @@ def check_backend(row, case, setting, samples):
 
 # Operations that operators hand seeds to which are not in their place yet. Kernels of derivatives need them there.
 SEEDED = "SKETCH PACKED_SKETCH PACK ENCODE DIRECTED SAMPLE_ROWS PACK_NORM NORMALIZE SQUARE"
-SEEDED += " PACK_GATED GATE PACK_TOKENS"
+SEEDED += " PACK_GATED GATE PACK_TOKENS PACK_CHANNELS"
 
 
 CASES = [Case(), Case(taken="some"), Case(taken="none"), Case(0, 70), Case(3, 0)]
@@ -262,7 +262,7 @@ def test_threads_share_the_rows(row, dtype, samples):
 
 
 HIGHEST = library.level() if library.is_available() else 0
-SUMS = {"PACK_NORM", "NORM_GRADIENTS", "ATTENTION_BACKWARD"}  # of rows, in the order of the vectors
+SUMS = {"PACK_NORM", "NORM_GRADIENTS", "ATTENTION_BACKWARD", "PACK_CHANNELS", "CHANNEL_GRADIENTS"}  # in their own order
 
 
 @pytest.mark.pairs

@@ -67,6 +67,12 @@ def test_norms_that_round_in_an_unknown_way_are_named():
     )
 
 
+def test_norms_over_channels_are_named():
+    assert unfused(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())) == (
+        "fused=True has no effect on 1: norms over channels have no such kernel."
+    )
+
+
 def test_modules_where_no_kernel_runs_are_named():
     model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8).double(), nn.GELU())
     named = unfused(model).splitlines()

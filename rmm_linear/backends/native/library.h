@@ -17,4 +17,5 @@
 #include "normal.c"
 #include "norms.c"
 #include "packing.c"
+#include "channels.c"
 #include "transforms.c"

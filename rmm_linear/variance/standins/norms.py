@@ -1,4 +1,4 @@
-"""Variance of the gradients that LayerNorm and RMSNorm compute from a packed copy of their normalized rows.
+"""Variance of the gradients that norms compute from a packed copy of their normalized input.
 
 With ĥ = h + e as in :mod:`rmm_linear.packing.norms`, the gradient of a row is off by
 
@@ -15,6 +15,10 @@ v, and those of two rows are uncorrelated, so that
 
     Var(dγ_j) = Σᵢ v_ij y_ij²
 
+Of norms over channels (:mod:`rmm_linear.packing.channel_norms`) a set of M elements takes the place of a row of H. A
+group of elements is rotated that may belong to several sets, but all of it has the same v, so that the second moments
+are those above in the original elements too; the last term is left out, which is 0.2 / M of the one before it.
+
 dβ is exact. The formulas hold for the scales that were stored; they depend on the seed a little, so it is an argument.
 """
 
@@ -24,8 +28,10 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
+from rmm_linear.ops.channel_norms import PACK_CHANNELS
 from rmm_linear.ops.norms import PACK_NORM
 from rmm_linear.packing import RoundingNoise, element_variance
+from rmm_linear.packing.channel_norms import packed_shape
 from rmm_linear.packing.rounding import rotate_groups
 
 
@@ -97,3 +103,53 @@ def norm_weight_variance(
     """
     saved = PACK_NORM(x, bits, torch.tensor([seed], device=x.device), eps, centered)
     return (element_variance(saved.scales, x.shape[1]) * grad_output.double().square()).sum(0)
+
+
+@without_autocast
+def channel_norm_variance(
+    x: Tensor,
+    grad_output: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bits: int,
+    seed: int,
+    eps: float,
+    groups: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the variances of the gradients of BatchNorm, GroupNorm or InstanceNorm, whose positions lie side by side.
+
+    Args:
+        x: Input, shape (N, C, L): L positions for each sample and channel.
+        grad_output: Gradient with respect to the output, shape (N, C, L).
+        weight: γ, shape (C,); None is 1.
+        bits: Bits per stored element: 8, 4, 3 or 2.
+        seed: Seed of the rotation and the rounding.
+        eps: What the norm adds to the variance.
+        groups: Of the channels of a sample; C for InstanceNorm, 0 for BatchNorm.
+
+    Returns:
+        E‖dX̂ − dX‖² of every set of elements with the same statistics, shape (C,) or (N · G,), and the variance of every
+        element of dγ, shape (C,); float64, in squared units of the gradients.
+
+    Example:
+        >>> x = torch.randn(4, 6, 10)
+        >>> one, other = channel_norm_variance(x, x.sign(), bits=3, seed=0, eps=1e-5, groups=3)
+        >>> one.shape, other.shape
+        (torch.Size([12]), torch.Size([6]))
+    """
+    samples, channels, length = x.shape
+    whole = samples, 1, channels, length
+    saved = PACK_CHANNELS(x.reshape(whole).contiguous(), bits, torch.tensor([seed], device=x.device), eps, groups)
+    v = element_variance(saved.scales, packed_shape(whole)[1]).view(x.shape)
+    y = grad_output.double()
+    g = y if weight is None else y * weight.double().unsqueeze(1)
+
+    def sets(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1).reshape(channels, -1) if groups == 0 else tensor.reshape(samples * groups, -1)
+
+    each, g, of_v = sets(x.double()), sets(g), sets(v)
+    each = each - each.mean(1, keepdim=True)
+    rstd = (each.square().mean(1, keepdim=True) + eps).rsqrt()
+    h, hg, vg = each * rstd, (each * rstd * g).sum(1), (of_v * g.square()).sum(1)
+    terms = hg.square() * of_v.sum(1) + h.square().sum(1) * vg + 2 * hg * (of_v * h * g).sum(1) + of_v.sum(1) * vg
+    return (rstd.squeeze(1) / g.shape[1]).square() * terms, (v * y.square()).sum((0, 2))

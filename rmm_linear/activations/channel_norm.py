@@ -1,0 +1,157 @@
+"""BatchNorm, GroupNorm and InstanceNorm that save a packed copy of the normalized input: unbiased gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import is_lazy
+
+from rmm_linear._support.autocast import autocast_off
+from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.layouts import is_dense
+from rmm_linear.activations.base import PackedModule, SavingCall
+from rmm_linear.layers.function import SavingFunction, as_no_view
+from rmm_linear.ops.channel_norms import channel_backward, pack_channels
+
+_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.GroupNorm.forward)
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+class _ChannelNorm(NamedTuple):
+    """The arguments of a call that are not tensors."""
+
+    groups: int
+    eps: float
+    bits: int
+    is_last: bool
+    call: SavingCall
+
+
+class PackedChannelNorm(PackedModule):
+    """A norm over channels that saves its normalized input in few bits, and the standard deviations.
+
+    Output, running statistics and dβ are exact, dX and dγ unbiased. In eval mode, and over several processes
+    (``nn.SyncBatchNorm``), the module stays as it is.
+
+    Memory: :func:`rmm_linear.ops.channel_norms.channel_bytes`, about bits/8 + 1/64 bytes per element.
+    """
+
+    rmm_operation = "norm"
+    rmm_learns_rows = False  # statistics read all rows
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize an input of shape (N, C, …)."""
+        if not self.training or not (isinstance(input, Tensor) and is_dense(input) and input.is_floating_point()):
+            return super().forward(input)
+        weight, bias = self.weight, self.bias
+        call = self._packed_call((), input.device)
+        is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
+        is_exact = call.is_exact or input.dim() < 2 or not input.numel() or any(map(is_dtensor, (input, weight, bias)))
+        if is_exact or not (torch.is_grad_enabled() and is_trained):
+            return super().forward(input)
+        run: Callable[[Tensor], Tensor] = super().forward
+        if isinstance(self, _InstanceNorm) and input.dim() == self._get_no_batch_dim():
+            alone = functools.partial(_on_first, run)
+            return self._coded(input.unsqueeze(0), alone, call).squeeze(0)
+        return self._survey(input, self._coded(input, run, call))
+
+    def _coded(self, input: Tensor, run: Callable[..., Tensor], call: SavingCall) -> Tensor:
+        groups, is_last = self._groups(input.shape[1]), _is_last(input)
+        norm, stored = _ChannelNorm(groups, self.eps, self.rmm_config.norm_bits, is_last, call), None
+        if torch.compiler.is_compiling():  # buffers change outside of the function
+            with torch.no_grad():
+                output = run(input)
+                with autocast_off(input.device.type):
+                    stored = pack_channels(_arranged(input, is_last), None, norm.bits, norm.eps, groups)
+            run = functools.partial(_unsafe_view, output, output.shape)
+        return ChannelNormFunction.run(input, self.weight, self.bias, stored, run, norm)
+
+    def _groups(self: Any, channels: int) -> int:
+        """Return the groups of the channels of a sample; 0 where samples are normalized together."""
+        if isinstance(self, _BatchNorm):
+            return 0
+        return channels if isinstance(self, _InstanceNorm) else self.num_groups
+
+
+class ChannelNormFunction(SavingFunction):
+    """A norm over channels with the gradients of a packed copy of its normalized input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        stored: Tensor | None,
+        run: Callable[..., Tensor],
+        norm: _ChannelNorm,
+    ) -> Tensor:
+        """Apply the norm; without a packed copy, make it."""
+        ctx.norm, ctx.call, ctx.input_dtype = norm, norm.call, input.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        output = run(input) if stored is None else run()  # first: it says what shapes it refuses
+        if stored is None:
+            with autocast_off(input.device.type):
+                stored = pack_channels(_arranged(input, norm.is_last), norm.call.seed, norm.bits, norm.eps, norm.groups)
+        ctx.save_for_backward(weight, stored)
+        return as_no_view(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients."""
+        (grad_output,), (weight, stored) = grad_outputs, ctx.saved_tensors
+        norm: _ChannelNorm = ctx.norm
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        y = _arranged(grad_output, norm.is_last)
+        SavingFunction.received(ctx, grad_output[:0], "a packed norm")
+        how = norm.bits, norm.groups, ctx.input_dtype, needs_weight or needs_bias
+        with autocast_off(y.device.type):
+            x, of_weight, of_bias = channel_backward(y, stored, None if weight is None else weight.detach(), *how)
+        grad_weight = of_weight.to(weight.dtype) if needs_weight and weight is not None else None
+        grad_bias = of_bias.to(ctx.bias_dtype) if needs_bias else None
+        return _as_before(x, grad_output.shape, norm.is_last), grad_weight, grad_bias, None, None, None
+
+
+def _on_first(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """Run a module on the one sample of a batch."""
+    return run(batch.squeeze(0)).unsqueeze(0)
+
+
+def _is_last(x: Tensor) -> bool:
+    """Say whether the channels of a position lie side by side in memory, and not the positions of a channel."""
+    return x.dim() in LAST and not x.is_contiguous() and x.is_contiguous(memory_format=LAST[x.dim()])
+
+
+def _arranged(x: Tensor, is_last: bool) -> Tensor:
+    """Return (N, C, …) as (N, S, C, B), contiguous: (N, L, C, 1) or (N, 1, C, L)."""
+    samples, channels = x.shape[:2]
+    if is_last:
+        return x.movedim(1, -1).reshape(samples, -1, channels, 1)
+    return x.reshape(samples, 1, channels, -1).contiguous()
+
+
+def _as_before(x: Tensor, shape: torch.Size, is_last: bool) -> Tensor:
+    """Undo :func:`_arranged`."""
+    return x.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if is_last else x.view(shape)
+
+
+def is_channel_norm(module: nn.Module) -> bool:
+    """Say whether a module is one of PyTorch's norms over channels, or a subclass that computes the same.
+
+    Example:
+        >>> is_channel_norm(nn.BatchNorm2d(8)), is_channel_norm(nn.SyncBatchNorm(8)), is_channel_norm(nn.LayerNorm(8))
+        (True, False, False)
+    """
+    if not isinstance(module, (_BatchNorm, _InstanceNorm, nn.GroupNorm)) or type(module).forward not in _FORWARDS:
+        return False
+    return not any(is_lazy(one) for one in (*module.parameters(), *module.buffers()))

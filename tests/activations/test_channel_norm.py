@@ -1,0 +1,174 @@
+"""Packed BatchNorm, GroupNorm and InstanceNorm: running statistics, shapes, layouts, and what stays as it is."""
+
+import copy
+
+import pytest
+import torch
+from helpers import bytes_kept
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rmm_linear import RMMConfig, convert, revert
+from rmm_linear.activations.channel_norm import PackedChannelNorm
+from rmm_linear.planning import simulate
+
+C = 16
+NORMS = {
+    "batch": lambda: nn.BatchNorm2d(C),
+    "batch without weight": lambda: nn.BatchNorm2d(C, affine=False),
+    "batch without statistics": lambda: nn.BatchNorm2d(C, track_running_stats=False),
+    "batch of all steps": lambda: nn.BatchNorm2d(C, momentum=None),
+    "group": lambda: nn.GroupNorm(4, C),
+    "group without weight": lambda: nn.GroupNorm(4, C, affine=False),
+    "instance": lambda: nn.InstanceNorm2d(C),
+    "instance with statistics": lambda: nn.InstanceNorm2d(C, affine=True, track_running_stats=True, momentum=None),
+}
+every_norm = pytest.mark.parametrize("name", NORMS)
+
+
+def pair(norm, **fields):
+    """A network with the norm, and its converted copy."""
+    torch.manual_seed(0)
+    exact = nn.Sequential(nn.Conv2d(3, C, 3, padding=1), norm, nn.ReLU(inplace=True)).train()
+    model = copy.deepcopy(exact)
+    convert(model, RMMConfig(operations=["norm", "activation"], **fields))
+    assert isinstance(model[1], PackedChannelNorm)
+    return model, exact
+
+
+def images(sequences=4, size=12):
+    return torch.randn(sequences, 3, size, size, generator=torch.Generator().manual_seed(sequences))
+
+
+def buffers(model):
+    return {name: one.clone() for name, one in model.named_buffers()}
+
+
+def assert_alike(model, exact):
+    found, expected = buffers(model), buffers(exact)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def steps(model, run=None, count=3):
+    outputs = []
+    for number in range(1, count + 1):
+        output = (run or model)(images(number + 2))
+        output.square().sum().backward()
+        outputs.append(output.detach())
+    return outputs
+
+
+@every_norm
+def test_outputs_and_running_statistics_are_exact_in_both_modes(name):
+    """From the first step on, in which modules are tried; and after the conversion is undone."""
+    model, exact = pair(NORMS[name]())
+    assert all(map(torch.equal, steps(model), steps(exact)))
+    assert_alike(model, exact)
+    for one in (model, exact):
+        one.eval()
+    assert torch.equal(model(images()), exact(images()))
+    assert_alike(model, exact)
+    assert bytes_kept(model, images().requires_grad_()) == bytes_kept(exact, images().requires_grad_())
+    revert(model)
+    assert type(model[1]) is type(exact[1])
+    for one in (model, exact):
+        one.train()
+    assert all(map(torch.equal, steps(model), steps(exact)))
+    assert_alike(model, exact)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("checkpointed", ["exact", "packed"])
+def test_a_checkpoint_updates_running_statistics_as_often_as_it_does_of_the_exact_model(checkpointed, reentrant):
+    model, exact = pair(NORMS["batch"](), checkpointed=checkpointed)
+
+    def run(one):
+        return steps(one, lambda x: checkpoint(one, x.requires_grad_(), use_reentrant=reentrant))
+
+    assert all(map(torch.equal, run(model), run(exact)))
+    assert_alike(model, exact)
+    assert model[1].num_batches_tracked == 6
+
+
+def test_an_example_changes_no_statistics():
+    model = nn.Sequential(nn.Conv2d(3, C, 3), NORMS["batch"](), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)).train()
+    model(images())
+    before = buffers(model)
+    report = convert(model, example=images())
+    assert report.packed["1"].operation == "norm"
+    assert all(torch.equal(one, before[name]) for name, one in buffers(model).items())
+
+
+def test_what_pytorch_refuses_is_refused_alike():
+    model, _ = pair(nn.BatchNorm2d(C))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        model[1](torch.randn(1, C, 1, 1, requires_grad=True))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        model[1](torch.randn(3, C, 5, requires_grad=True))
+    model, _ = pair(nn.InstanceNorm2d(C))
+    with pytest.raises(ValueError, match="Expected more than 1 spatial element"):
+        model[1](torch.randn(2, C, 1, 1, requires_grad=True))
+
+
+def test_one_image_without_a_batch_is_that_in_one():
+    model, exact = pair(nn.InstanceNorm2d(C, affine=True))
+    x = torch.randn(C, 9, 9, requires_grad=True)
+    assert torch.equal(model[1](x), exact[1](x))
+    model[1](x).square().sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_have_the_layout_and_dtype_of_the_input(layout, dtype):
+    model, exact = pair(nn.BatchNorm2d(C))
+    x = torch.randn(4, C, 8, 8).to(dtype, memory_format=layout).requires_grad_()
+    y, gradients = torch.randn(4, C, 8, 8).to(dtype, memory_format=layout), []
+    for one in (model[1], exact[1]):
+        output = one(x)
+        assert output.is_contiguous(memory_format=layout)
+        gradients.append(torch.autograd.grad(output, [x, *one.parameters()], y))
+    found, expected = gradients
+    for one, other in zip(found, expected, strict=True):
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+        assert (one - other).norm() < 0.3 * other.norm()
+
+
+def test_tokens_of_padding_count_in_the_statistics():
+    """A mask of the model says nothing to a norm whose statistics have all positions."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+        def forward(self, x, attention_mask=None):
+            return self.norm(self.linear(x).transpose(1, 2))
+
+    model, x = Masked(), torch.randn(3, 30, 8)
+    exact = copy.deepcopy(model)
+    convert(model, RMMConfig(operations=["norm"], norm_bits=8))
+    mask = (torch.arange(30) < torch.tensor([[30], [9], [20]])).long()
+    for one in (model, exact):
+        output = one(x, attention_mask=mask)
+        (output.square() * torch.linspace(0, 1, 30) * mask[:, None]).sum().backward()
+    found, expected = model.norm.weight.grad, exact.norm.weight.grad
+    assert (found - expected).norm() < 0.01 * expected.norm()
+
+
+def test_synchronized_statistics_stay_exact_and_the_report_says_so():
+    model = nn.Sequential(nn.Conv2d(3, C, 3), nn.SyncBatchNorm(C), nn.ReLU())
+    report = convert(model)
+    assert report.skipped["1"] == "its statistics are those of several processes"
+
+
+def test_a_step_is_simulated_with_what_it_saves():
+    blocks = [(nn.Conv2d(C if i else 3, C, 3), nn.BatchNorm2d(C), nn.ReLU(inplace=True)) for i in range(6)]
+    model = nn.Sequential(*(one for block in blocks for one in block))
+    before, x = buffers(model), images(4, 64)
+    expected = simulate(model, x).bytes
+    convert(model, RMMConfig(operations=["norm", "activation"]))
+    saved = [C * 4 * (62 - 2 * i) ** 2 * 4 for i in range(6)]
+    assert expected - simulate(model, x).bytes > 0.8 * sum(saved[:-1])
+    assert all(torch.equal(one, before[name]) for name, one in buffers(model).items())
