@@ -56,7 +56,8 @@ class Window(NamedTuple):
         reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
         fits = (one < s + 2 * p for one, s, p in zip(reach, self.size, self.padding, strict=True))
         inside = (one < s for one, s in zip(reach[1:], self.size[1:], strict=True))
-        return math.prod(self.kernel) <= _MOST and all(fits) and all(inside)
+        is_valid = min(*self.kernel, *self.stride, *self.dilation) > 0
+        return is_valid and math.prod(self.kernel) <= _MOST and all(fits) and all(inside)
 
     def corners(self, outputs: Sequence[int], device: torch.device) -> Tensor:
         """Return the index of the first element of each window, int64, of the shape of the outputs' plane."""
