@@ -85,6 +85,7 @@ WITHOUT = {
     ("gated t5", "fused"): "its dropout draws another mask",
     ("experts", "shapes"): "those of transformers return a constant for no rows",
     ("experts", "compile"): "it divides compiled code",
+    ("attention own code", "compile"): "it divides compiled code",
     ("gated t5", "compile"): "an operator draws the seed, in compiled code, before dropout draws its mask",
 }
 
