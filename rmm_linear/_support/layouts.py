@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _MOST, _LEAST = 1024, 64  # columns: whole groups of any code, each with a random number of its own
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
@@ -15,6 +16,11 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 def is_dense(tensor: Tensor) -> bool:
     """Say whether a tensor has rows that can be coded: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Say whether the channels of a position lie side by side in memory, and not the positions of a channel."""
+    return x.dim() in LAST and not x.is_contiguous() and x.is_contiguous(memory_format=LAST[x.dim()])
 
 
 class MemoryLayout(NamedTuple):
@@ -62,7 +68,4 @@ class MemoryLayout(NamedTuple):
 
 def _channels_last(x: Tensor) -> tuple[int, ...] | None:
     """Return the order of the dimensions of images whose channels are side by side in memory."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if x.dim() not in formats or x.is_contiguous() or not x.is_contiguous(memory_format=formats[x.dim()]):
-        return None
-    return (0, *range(2, x.dim()), 1)
+    return (0, *range(2, x.dim()), 1) if is_channels_last(x) else None

@@ -14,14 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import is_channels_last, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
-from rmm_linear.layers.function import SavingFunction, as_no_view
+from rmm_linear.layers.function import SavingFunction, as_new, as_no_view
 from rmm_linear.ops.channel_norms import channel_backward, pack_channels
 
 _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.GroupNorm.forward)
-LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 class _ChannelNorm(NamedTuple):
@@ -66,14 +64,14 @@ class PackedChannelNorm(PackedModule):
         return self._survey(input, self._coded(input, run, call))
 
     def _coded(self, input: Tensor, run: Callable[..., Tensor], call: SavingCall) -> Tensor:
-        groups, is_last = self._groups(input.shape[1]), _is_last(input)
+        groups, is_last = self._groups(input.shape[1]), is_channels_last(input)
         norm, stored = _ChannelNorm(groups, self.eps, self.rmm_config.norm_bits, is_last, call), None
         if torch.compiler.is_compiling():  # buffers change outside of the function
             with torch.no_grad():
                 output = run(input)
                 with autocast_off(input.device.type):
                     stored = pack_channels(_arranged(input, is_last), None, norm.bits, norm.eps, groups)
-            run = functools.partial(_unsafe_view, output, output.shape)
+            run = functools.partial(as_new, output)
         return ChannelNormFunction.run(input, self.weight, self.bias, stored, run, norm)
 
     def _groups(self: Any, channels: int) -> int:
@@ -125,11 +123,6 @@ class ChannelNormFunction(SavingFunction):
 def _on_first(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     """Run a module on the one sample of a batch."""
     return run(batch.squeeze(0)).unsqueeze(0)
-
-
-def _is_last(x: Tensor) -> bool:
-    """Say whether the channels of a position lie side by side in memory, and not the positions of a channel."""
-    return x.dim() in LAST and not x.is_contiguous() and x.is_contiguous(memory_format=LAST[x.dim()])
 
 
 def _arranged(x: Tensor, is_last: bool) -> Tensor:

@@ -118,10 +118,9 @@ def _unpadded(y: Tensor, size: Sequence[int], pads: Sequence[int], mode: str) ->
         return F.pad(y, [-one for one in pads])
     for i in range(len(pads) // 2):
         axis = y.dim() - 1 - i
-        places = torch.arange(size[axis], dtype=torch.float32, device=y.device)
+        places = torch.arange(size[axis], dtype=torch.float64, device=y.device)  # of any length
         sources = F.pad(places.view(1, 1, -1), pads[2 * i : 2 * i + 2], mode).view(-1).long()
-        shape = [*y.shape[:axis], size[axis], *y.shape[axis + 1 :]]
-        y = y.new_zeros(shape).index_add_(axis, sources, y)
+        y = torch.zeros_like(y.narrow(axis, 0, size[axis])).index_add_(axis, sources, y)
     return y
 
 

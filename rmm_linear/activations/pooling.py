@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from rmm_linear._support.autocast import is_autocast
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import LAST, is_channels_last, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
-from rmm_linear.activations.channel_norm import LAST
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.pooling import pack_positions, unpack_positions
 from rmm_linear.packing.pooling import Window
@@ -43,9 +42,7 @@ class PackedPool(PackedModule):
         call = self._packed_call((), input.device, seeded=False)
         is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad and not is_dtensor(input)
         window = window_of(self, tuple(input.shape))
-        # Autocast on CPU computes a pool in three dimensions in float32, but not one that returns indices.
-        is_cast = isinstance(self, nn.MaxPool3d) and input.dtype != torch.float32 and is_autocast(input.device.type)
-        if not is_saving or is_cast or not input.numel() or window is None or not window.is_distinct:
+        if not is_saving or _is_other(self, input) or not input.numel() or window is None or not window.is_distinct:
             return super().forward(input)
         return PoolFunction.run(input, window, self.ceil_mode, call)
 
@@ -59,8 +56,7 @@ class PoolFunction(SavingFunction):
         pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(window.size) - 1]
         output, indices = pool(input, *window[1:], ceil_mode=ceil_mode, return_indices=True)
         ctx.call, ctx.window, ctx.ceil_mode, ctx.shape = call, window, ceil_mode, input.shape
-        format = LAST.get(input.dim(), torch.contiguous_format)
-        ctx.format = format if input.is_contiguous(memory_format=format) else torch.contiguous_format
+        ctx.format = LAST[input.dim()] if is_channels_last(input) else torch.contiguous_format
         ctx.save_for_backward(pack_positions(indices, *map(list, window)))
         return as_no_view(output)
 
@@ -76,7 +72,20 @@ class PoolFunction(SavingFunction):
             how = [[first, *one] for first, one in zip((1, 1, 0, 1), how, strict=True)]
             y, like, indices = (one.unsqueeze(-2) for one in (y, like, indices))
         run = _backward_3d if len(window.size) == 3 else _backward_2d
-        return run(y, like, *how, ctx.ceil_mode, indices).view(ctx.shape), None, None, None
+        found = run(y, like, *how, ctx.ceil_mode, indices)
+        return found.squeeze(-2) if len(window.size) == 1 else found, None, None, None
+
+
+def _is_other(module: nn.Module, input: Tensor) -> bool:
+    """Say whether indices are not of what a pool computes: on CPU, of some in three dimensions.
+
+    Autocast computes them in float32, but not if they return indices. And those of channels that are side by side in
+    memory have indices outside of windows that are -∞ everywhere.
+    """
+    if not isinstance(module, nn.MaxPool3d):
+        return False
+    is_cast = input.dtype != torch.float32 and is_autocast(input.device.type)
+    return is_cast or (input.device.type == "cpu" and not input.is_contiguous())
 
 
 def window_of(module: Any, shape: tuple[int, ...]) -> Window | None:
@@ -85,7 +94,9 @@ def window_of(module: Any, shape: tuple[int, ...]) -> Window | None:
     if len(shape) not in (count + 1, count + 2):
         return None
     how = module.kernel_size, module.stride, module.padding, module.dilation
-    sizes = [(one,) * count if isinstance(one, int) else tuple(one) for one in how]
+    sizes = [tuple(map(int, one if isinstance(one, (tuple, list)) else (one,))) for one in how]
+    sizes[1] = sizes[1] or sizes[0]  # an empty stride
+    sizes = [one * count if len(one) == 1 else one for one in sizes]
     return Window(shape[-count:], *sizes) if all(len(one) == count for one in sizes) else None
 
 
@@ -97,10 +108,15 @@ def is_max_pool(module: nn.Module) -> bool:
         (True, False)
     """
     is_own = isinstance(module, _POOLS) and type(module).forward in [kind.forward for kind in _POOLS]
-    return is_own and not module.return_indices
+    return is_own and not module.return_indices and _window_alone(module) is not None
 
 
 def bits_of(module: Any) -> int:
     """Return the bits of a position in the window of a pool."""
-    count = next(i for i, kind in enumerate(_POOLS, 1) if isinstance(module, kind))
-    return window_of(module, (1,) * (count + 2)).bits  # pyright: ignore[reportOptionalMemberAccess]
+    window = _window_alone(module)
+    return 0 if window is None else window.bits
+
+
+def _window_alone(module: Any) -> Window | None:
+    """Return the window of a pool on any input; None for one that every input is refused by."""
+    return window_of(module, (1,) * (2 + next(i for i, kind in enumerate(_POOLS, 1) if isinstance(module, kind))))

@@ -51,7 +51,24 @@ def as_no_view(output: Tensor) -> Tensor:
     ``output`` is a tensor that nothing else has, or a view of one, such as the output of a linear layer for more than
     two dimensions. Activations that work in place write into it.
     """
-    return output if output.dim() == 2 else _unsafe_view(output, output.shape)
+    if output.dim() == 2:
+        return output
+    if output.dim() > 3:  # images, whose memory format shows in their strides
+        if torch.compiler.is_compiling():
+            return as_new(output)
+        if not output._is_view():
+            return output
+    return _unsafe_view(output, output.shape)
+
+
+def as_new(output: Tensor) -> Tensor:
+    """Return what compiled code takes for another tensor, with the same strides.
+
+    Without a copy, unless there is a dimension of size 1, whose stride would be lost: with that of one image, its
+    ``channels_last``.
+    """
+    is_lost = output.dim() > 3 and 1 in output.shape and not output.is_contiguous()
+    return output.clone() if is_lost else _unsafe_view(output, output.shape)
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -49,15 +49,13 @@ class Window(NamedTuple):
 
     @property
     def is_distinct(self) -> bool:
-        """Whether an index tells the position: no row of a window goes on beyond the rows of the plane.
+        """Whether an index tells the position: no window is wider than the plane, nor has elements of padding alone.
 
-        False too for windows that PyTorch refuses, as they are larger than the plane.
+        False too for windows that PyTorch refuses.
         """
-        reach = [(k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True)]
-        fits = (one < s + 2 * p for one, s, p in zip(reach, self.size, self.padding, strict=True))
-        inside = (one < s for one, s in zip(reach[1:], self.size[1:], strict=True))
-        is_valid = min(*self.kernel, *self.stride, *self.dilation) > 0
-        return is_valid and math.prod(self.kernel) <= _MOST and all(fits) and all(inside)
+        reach = ((k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True))
+        is_valid = min(*self.kernel, *self.stride, *self.dilation) > 0 and math.prod(self.kernel) <= _MOST
+        return is_valid and all(one < s for one, s in zip(reach, self.size, strict=True))
 
     def corners(self, outputs: Sequence[int], device: torch.device) -> Tensor:
         """Return the index of the first element of each window, int64, of the shape of the outputs' plane."""

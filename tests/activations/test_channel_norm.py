@@ -135,6 +135,31 @@ def test_gradients_have_the_layout_and_dtype_of_the_input(layout, dtype):
         assert (one - other).norm() < 0.3 * other.norm()
 
 
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, False) for name in NORMS),
+        *(pytest.param(name, True, marks=pytest.mark.stack) for name in ("batch", "group", "instance")),
+    ],
+)
+def test_one_image_stays_channels_last_for_what_comes_behind(name, compiled):
+    """Its batch has one element, whose stride is free, but where it is another, the next convolution is of rows."""
+    norm, behind = NORMS[name](), [nn.MaxPool2d(2), nn.Conv2d(C, 4, 3)]
+    exact = nn.Sequential(nn.Conv2d(3, C, 3), norm, *behind).train()
+    model, x = copy.deepcopy(exact), images(1).to(memory_format=torch.channels_last)
+    convert(model, RMMConfig(operations=["norm", "pooling"]))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    found, expected = run(x), exact(x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    found.sum().backward()
+    if not compiled:
+        found = expected = exact[0](x)
+        for one, other in list(zip(model, exact, strict=True))[1:]:
+            found, expected = one(found), other(expected)
+            assert found.stride() == expected.stride()
+
+
 def test_tokens_of_padding_count_in_the_statistics():
     """A mask of the model says nothing to a norm whose statistics have all positions."""
 

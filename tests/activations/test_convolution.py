@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from rmm_linear import RMMConfig, convert
-from rmm_linear.activations.convolution import PackedConvolution
+from rmm_linear.activations.convolution import PackedConvolution, _unpadded
 from rmm_linear.variance.standins.convolution import convolution_variance
 
 SIZES = (9, 8, 10)
@@ -247,6 +247,18 @@ def test_images_in_compiled_code(layout):
         assert max(errors[0], errors[1], errors[3]) < 1e-5 < errors[2] < 0.2
     assert len(graphs.counts) <= 6  # forward and backward, of the first sizes, another batch, other images
     torch._dynamo.reset()
+
+
+def test_gradients_of_long_padded_sounds_and_of_channels_last_images():
+    """Places beyond 2²⁴ are no float32; what is padded keeps its memory format in the backward pass."""
+    size = 2**24 + 5
+    y = torch.ones(1, 1, size + 4)
+    expected = torch.ones(1, 1, size)
+    expected[..., 1:3] = expected[..., -3:-1] = 2
+    assert torch.equal(_unpadded(y, (1, 1, size), (2, 2), "reflect"), expected)
+    found, _ = both(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular")))
+    x = batch(2).contiguous(memory_format=torch.channels_last)
+    assert gradients(found, x)[1].stride() == x.stride()
 
 
 def test_output_sizes_of_transposed_convolutions():

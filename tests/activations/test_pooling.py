@@ -57,6 +57,52 @@ def test_outputs_and_gradients_are_those_of_pytorch(name, dtype):
     assert bytes_kept(model, x) == bits * math.ceil(output.numel() / 8)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_windows_of_minus_infinity_in_three_dimensions(layout):
+    """Of channels that are side by side in memory, PyTorch's CPU code has indices outside of such windows."""
+    x = torch.full((2, 3, 6, 6, 6), -math.inf).index_fill_(4, torch.tensor([0, 5]), 1.0)
+    x, found = x.contiguous(memory_format=layout).requires_grad_(), []
+    model, exact = pair(nn.MaxPool3d((1, 2, 2)))
+    for one in (model, exact):
+        output = one(x)
+        y = torch.arange(output.numel(), dtype=output.dtype).view_as(output)
+        found.append((output, *torch.autograd.grad(output, x, y)))
+    assert all(map(torch.equal, *found))
+    assert (bytes_kept(model, x) < bytes_kept(exact, x)) == x.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 8, 8), (2, 1, 8, 8)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_one_image_or_one_channel_lies_in_memory_as_without_codes(shape, layout):
+    model, exact = pair(nn.MaxPool2d(2))
+    x = torch.randn(shape).contiguous(memory_format=layout).requires_grad_()
+    strides = []
+    for one in (model, exact):
+        output = one(x)
+        (gradient,) = torch.autograd.grad(output.square().sum(), x)
+        strides.append((output.stride(), gradient.stride()))
+    assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d((2,)),
+        nn.MaxPool2d(2, stride=[]),
+        nn.MaxPool3d(3, [2], (1,)),
+        nn.MaxPool2d((torch.tensor(2).numpy()[()], 2)),
+    ],
+    ids=str,
+)
+def test_every_way_to_say_the_size_of_a_window(pool):
+    """PyTorch takes a sequence of one number for all dimensions, an empty stride, and NumPy's integers."""
+    model, exact = pair(pool)
+    x = torch.randn(2, 2, *(8,) * (3 if isinstance(pool, nn.MaxPool3d) else 2), requires_grad=True)
+    found = [(one(x), *torch.autograd.grad(one(x).square().sum(), x)) for one in (model, exact)]
+    assert all(map(torch.equal, *found))
+    assert bytes_kept(model, x) < bytes_kept(exact, x)
+
+
 @pytest.mark.parametrize("size", [(7,), (5, 9), (3, 4, 5)])
 def test_every_place_of_a_window_is_found_again(size):
     window = Window(size, (2, 3, 2)[: len(size)], (1,) * len(size), (1,) * len(size), (2, 1, 2)[: len(size)])
