@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ _MOST, _LEAST = 1024, 64  # columns: whole groups of any code, each with a rando
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Say whether a tensor has rows that can be coded: it is neither sparse nor nested."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+def is_dense(tensor: Any) -> bool:
+    """Say whether something is a tensor that has rows that can be coded: it is neither sparse nor nested."""
+    return isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -49,7 +49,7 @@ class PackedChannelNorm(PackedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize an input of shape (N, C, …)."""
-        if not self.training or not (isinstance(input, Tensor) and is_dense(input) and input.is_floating_point()):
+        if not self.training or not is_dense(input) or not input.is_floating_point():
             return super().forward(input)
         weight, bias = self.weight, self.bias
         call = self._packed_call((), input.device)
@@ -129,7 +129,7 @@ def _arranged(x: Tensor, is_last: bool) -> Tensor:
     """Return (N, C, …) as (N, S, C, B), contiguous: (N, L, C, 1) or (N, 1, C, L)."""
     samples, channels = x.shape[:2]
     if is_last:
-        return x.movedim(1, -1).reshape(samples, -1, channels, 1)
+        return x.movedim(1, -1).reshape(samples, -1, channels, 1).contiguous()
     return x.reshape(samples, 1, channels, -1).contiguous()
 
 

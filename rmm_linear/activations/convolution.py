@@ -156,7 +156,7 @@ class PackedConvolution(PackedModule):
         def exact() -> Tensor:
             return run(input, *args, **named)
 
-        if self.padding_mode != "zeros" or input.dim() < len(self.stride) + 1:
+        if not is_dense(input) or self.padding_mode != "zeros" or input.dim() < len(self.stride) + 1:
             return exact()
         size = named.get("output_size", *args[:1]) if named or args else None
         how = input, size, self.stride, self.padding, self.kernel_size, len(self.stride), self.dilation

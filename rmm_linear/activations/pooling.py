@@ -37,7 +37,7 @@ class PackedPool(PackedModule):
 
     def forward(self, input: Tensor) -> Any:
         """Pool an input of shape (N, C, …) or (C, …)."""
-        if not self.training or self.return_indices or not (isinstance(input, Tensor) and is_dense(input)):
+        if not self.training or self.return_indices or not is_dense(input):
             return super().forward(input)
         call = self._packed_call((), input.device, seeded=False)
         is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad and not is_dtensor(input)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert, revert
-from rmm_linear.activations.channel_norm import PackedChannelNorm
+from rmm_linear.activations.channel_norm import PackedChannelNorm, _arranged, _as_before
 from rmm_linear.planning import simulate
 
 C = 16
@@ -158,6 +158,16 @@ def test_one_image_stays_channels_last_for_what_comes_behind(name, compiled):
         for one, other in list(zip(model, exact, strict=True))[1:]:
             found, expected = one(found), other(expected)
             assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_operators_get_contiguous_numbers_whatever_the_gradient_is(layout, is_last):
+    """Compiled code refuses results with other strides than it was told: those of a gradient of another format."""
+    x = torch.randn(2, 3, 4, 5).contiguous(memory_format=layout)
+    found = _arranged(x, is_last)
+    assert found.is_contiguous()
+    assert torch.equal(_as_before(found, x.shape, is_last), x)
 
 
 def test_tokens_of_padding_count_in_the_statistics():

@@ -261,6 +261,13 @@ def test_gradients_of_long_padded_sounds_and_of_channels_last_images():
     assert gradients(found, x)[1].stride() == x.stride()
 
 
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_what_is_no_tensor_is_refused_by_pytorch(kind):
+    found, _ = both(nn.Sequential(kind(4, 4, 3)))
+    with pytest.raises(TypeError, match=r"conv\w*1d\(\)"):
+        found(None)
+
+
 def test_output_sizes_of_transposed_convolutions():
     found, exact = both(nn.Sequential(nn.ConvTranspose1d(4, 4, 3, stride=2)))
     x = batch(1).requires_grad_()
