@@ -13,6 +13,7 @@ import transformers as hf
 from channel_cases import CHANNEL_NORMS, POOLS
 from gated_helpers import HIDDEN
 from gated_helpers import MAKERS as GATED
+from own_modules import OUTPUTS, Images, Own, OwnGate, OwnParameter, OwnProduct
 from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
@@ -28,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from rmm_linear import RMMConfig, convert
 from rmm_linear.sketches import KINDS, SAMPLERS, has_blocks
 
-WIDTH, OUTPUTS, TOKENS, SEQUENCES = 96, 9, 20, 3
+WIDTH, TOKENS, SEQUENCES = 96, 20, 3
 RATIO = 0.25
 CHOICES = 2  # experts of a token
 
@@ -195,65 +196,6 @@ def experts_bytes(stored, rows, width):
 
 
 # Modules
-
-
-class Own(nn.Module):
-    """An elementwise function that is known by no name."""
-
-    def forward(self, x):
-        return x * torch.sin(x).square()
-
-
-class OwnParameter(nn.Module):
-    """An elementwise function with a parameter of one element."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha = nn.Parameter(torch.tensor([0.7]))
-
-    def forward(self, x):
-        return torch.where(x > 0, x * x * F.softplus(self.alpha), x.sin())
-
-
-class OwnGate(nn.Module):
-    """A gated MLP with elementwise code of its own between its linear layers."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(width, 2 * HIDDEN), nn.Linear(HIDDEN, width, bias=False)
-
-    def forward(self, x):
-        gate, up = self.gate_up_proj(x).chunk(2, -1)
-        gate = gate.clamp(max=2)
-        return self.down_proj((up.clamp(-2, 2) + 1) * gate * torch.sigmoid(gate * 1.7))
-
-
-class OwnProduct(nn.Module):
-    """A product with a weight of its own, as routers of experts have it."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.randn(OUTPUTS, width) / width**0.5),
-            nn.Parameter(torch.ones(OUTPUTS)),
-        )
-
-    def forward(self, x):
-        return F.linear(x, self.weight, self.bias)
-
-
-class Images(nn.Module):
-    """A convolution of rows, each of which is an image of four channels by itself."""
-
-    def __init__(self, width, make, axes):
-        super().__init__()
-        self.size = ((4, width // 4), (4, 3, width // 12), (4, 1, 3, width // 12))[axes - 1]
-        self.convolution = make(4, 6)
-
-    def forward(self, x):
-        rows = math.prod(x.shape[:-1])
-        output = self.convolution(x.reshape(rows, *self.size) if x.dim() > 1 else x.view(self.size))
-        return output.reshape(*x.shape[:-1], math.prod(output.shape[-len(self.size) :]))
 
 
 class Attention(nn.Module):

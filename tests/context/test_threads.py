@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from module_cases import OwnGate
+from own_modules import OwnGate
 from torch import nn
 
 from rmm_linear import RMMConfig, convert
