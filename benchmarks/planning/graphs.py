@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.figures import figure_of
 from benchmarks.library import Workspace, allocator_peak, capture, graph_step, run_step
+from benchmarks.planning.compiled import Compiled, compiled, decoders
 from benchmarks.planning.networks import large, small
 from benchmarks.records import Origin, add_choices, add_output, origin, show, write_rows
 from rmm_linear.memory import peak
@@ -93,7 +94,11 @@ def reorder(title: str, make: Callable[[], Any], about: dict[str, Any], out: Pat
     yield _row("order", title, "cuts and order", both, about, seconds=seconds)
 
 
-PARTS = {"real": real, "paper": paper, "order": reorder}
+def budgets(title: str, make: Callable[[], Any], about: dict[str, Any], out: Path) -> Iterator[Compiled]:
+    yield from compiled(title, make, about)
+
+
+PARTS = {"real": (real, small), "paper": (paper, large), "order": (reorder, small), "compiled": (budgets, decoders)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,9 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Iterator[str]:
     about = origin("cpu", arguments.commit)
     for part in arguments.parts:
-        rows: list[Planned] = []
-        for title, make in (large if part == "paper" else small)(arguments.tiny).items():
-            found = [*PARTS[part](title, make, about, arguments.out)]
+        rows: list[Any] = []
+        measured, networks = PARTS[part]
+        for title, make in networks(arguments.tiny).items():
+            found = [*measured(title, make, about, arguments.out)]
             rows += found
             write_rows(arguments.out / f"graphs-{part}.csv", rows)
             yield show(found) + "\n"

@@ -12,6 +12,7 @@ from rmm_linear.planning.chains.sweep import sweep
 from rmm_linear.planning.chains.sweep_settings import SweepReport
 from rmm_linear.planning.graphs.backend import Backend, backend
 from rmm_linear.planning.graphs.capture import CaptureError
+from rmm_linear.planning.graphs.knapsack import CompileBudget, KnapsackSolver, Partition, compile_budget
 from rmm_linear.planning.graphs.node_costs import NodeCost
 from rmm_linear.planning.graphs.order import order
 from rmm_linear.planning.graphs.plan import GraphPlan, PlannedPiece
@@ -32,9 +33,12 @@ __all__ = [
     "BlockPlan",
     "CaptureError",
     "ChainPlan",
+    "CompileBudget",
     "Costs",
     "GraphPlan",
+    "KnapsackSolver",
     "NodeCost",
+    "Partition",
     "PlannedBlock",
     "PlannedPiece",
     "StepBytes",
@@ -45,6 +49,7 @@ __all__ = [
     "bptt",
     "chain_sizes",
     "checkpoint_chain",
+    "compile_budget",
     "load_plan",
     "measure",
     "minimum_peak",

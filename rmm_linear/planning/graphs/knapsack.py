@@ -1,0 +1,370 @@
+"""A memory budget for torch.compile that holds: partitions of a joint graph are judged by the peak of their two graphs.
+
+torch.compile's own ``activation_memory_budget`` bounds what the forward pass saves, by a knapsack over single nodes.
+What the backward pass computes again at once is not counted, so that a smaller budget may have the higher peak. Here
+the knapsack only makes proposals, also with the results saved that divide the forward pass into segments (Chen et al.
+2016), of which one is computed again at once; the peaks of all are counted, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from rmm_linear._support.sizes import show_bytes
+from rmm_linear.planning.budget import LEAST, BudgetError, read_budget, shown_budget, shown_least
+from rmm_linear.planning.step.flops import flop_counter
+
+_logger = logging.getLogger(__name__)
+
+_COUNTERS = flop_counter().flop_registry
+_OPERATIONS_PER_BYTE = 50  # what moving a byte takes, in floating-point operations: an estimate for any device
+# Shares of what a knapsack may save. With segments, it has the lower peaks and often less work, but not always.
+_SHARES = tuple(n / 10 for n in range(10, 0, -1))
+_IN_SEGMENTS = tuple(n / 20 for n in range(20, -1, -1))
+_ASKED = 1e-9  # the budget at which torch asks its solver wherever there is something to choose
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A joint graph that is split into a forward and a backward pass.
+
+    Attributes:
+        peak: Bytes alive at once of what the two make: saved activations, temporary tensors, outputs and gradients.
+            Parameters and the batch are not counted, nor what fused kernels spare or use besides.
+        work: Operations of both, and the bytes that they write in units of operations: an estimate.
+    """
+
+    peak: int
+    work: float
+
+    @classmethod
+    def of(cls, forward: fx.Graph, backward: fx.Graph, outputs: int) -> Partition:
+        """Judge two graphs, node by node; the first outputs of the forward pass stay with the caller."""
+        returned = tree_leaves(forward.output_node().args)[:outputs]
+        held = {key: size for node in returned if isinstance(node, fx.Node) for key, size in _storages(node)}
+        work = sum(_work(node) for graph in (forward, backward) for node in graph.nodes)
+        return cls(max(_peak(forward, {}), _peak(backward, held)), work)
+
+
+class KnapsackSolver:
+    """A solver for ``torch._functorch.config.activation_memory_budget_solver`` whose peaks fall with the budget.
+
+    torch asks it, graph by graph, which results of expensive operators to compute again. Its proposals are judged by
+    their peaks, and of those that save no more than torch's share the fastest is taken whose peak is no higher than
+    those of all that save more; where there is none, the best of these, as it needs less memory for all that it saves.
+    torch does not ask where its heuristics meet the budget by themselves, nor at 0, where it computes everything again.
+
+    Args:
+        memory: Bytes, or a text such as "8GB", for what a step of a graph makes: of all proposals within it the
+            fastest is taken, otherwise that of the least peak, whatever torch's share is. None goes by torch's share.
+
+    Raises:
+        RuntimeError: If this version of PyTorch asks no solvers of others.
+
+    Example:
+        >>> torch._functorch.config.activation_memory_budget_solver = KnapsackSolver()  # doctest: +SKIP
+        >>> torch._functorch.config.activation_memory_budget = 0.1  # doctest: +SKIP
+    """
+
+    def __init__(self, memory: int | str | None = None) -> None:
+        """Read the budget."""
+        _extends("CustomKnapsackSolver", KnapsackSolver)
+        self.memory = memory if memory is None else read_budget(memory, 0)
+
+    def __call__(
+        self, memory: list[float], joint_graph: fx.Graph, max_memory: float, node_info: Any, candidates: list[fx.Node]
+    ) -> tuple[list[int], list[int]]:
+        """Return the indices of the candidates to save, and of those to compute again."""
+        proposals = _proposals(memory, candidates, node_info)
+        judged = (_judged(joint_graph, node_info, candidates, each) for each in proposals)
+        if self.memory is None:
+            chosen = proposals[_by_share([each.saved for each in proposals], list(judged), max_memory)]
+        else:
+            chosen = proposals[_by_bytes(judged, self.memory)]
+        for node in chosen.borders:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return sorted({*range(len(memory))} - {*chosen.again}), list(chosen.again)
+
+    def uuid(self) -> str:
+        """Name what cached graphs depend on."""
+        return _hash(self.memory)
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What is computed again, and what is saved for certain between segments."""
+
+    again: tuple[int, ...]
+    borders: tuple[fx.Node, ...]
+    saved: float  # as torch's shares
+
+
+def _proposals(memory: Sequence[float], candidates: Sequence[fx.Node], info: Any) -> list[_Proposal]:
+    """Make proposals, from the fewest operations on."""
+    from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
+
+    flops = [float(max(_flops(node), 1)) for node in candidates]
+    share_of_byte = max(share / max(_bytes(node), 1) for share, node in zip(memory, candidates, strict=True))
+    borders = _borders(info.required_fw_nodes)
+    between = share_of_byte * sum(map(_bytes, borders))
+    found = dict[Any, tuple[float, _Proposal]]()
+    for share, nodes in [*((share, borders) for share in _IN_SEGMENTS), *((share, ()) for share in _SHARES)]:
+        _, saved, again = dp_knapsack(list(memory), flops, share)
+        made = _Proposal(tuple(sorted(again)), nodes, sum(memory[i] for i in saved) + (between if nodes else 0.0))
+        found.setdefault((made.again, nodes), (sum(flops[i] for i in again), made))
+    return [made for _, made in sorted(found.values(), key=lambda each: (each[0], not each[1].borders))]
+
+
+def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The results that cross from a segment to the next, between as many segments as have the least peak."""
+    made, size, last = dict[int, int](), dict[int, int](), dict[int, int]()
+    for place, node in enumerate(nodes):
+        for key, count in _storages(node):
+            if key not in made and node.op == "call_function":
+                made[key], size[key] = place, count
+        last.update((key, place) for read in node.all_input_nodes for key, _ in _storages(read) if key in made)
+    changes, written = [0] * (len(nodes) + 1), [0] * len(nodes)
+    for key, place in made.items():
+        written[place] += size[key]
+        changes[place + 1] += size[key] if key in last else 0
+        changes[last.get(key, place) + 1] -= size[key] if key in last else 0
+    crossing, before = list(accumulate(changes)), list(accumulate(written, initial=0))
+    inner = [place for place in range(len(nodes)) if 0 < before[place] < before[-1] and crossing[place]]
+    if not inner:
+        return ()
+    narrow = sorted(crossing[place] for place in inner)[len(inner) // 20]
+    count = max(2, round(math.sqrt(before[-1] / narrow)))
+    found = set[int]()
+    for middle in (before[-1] * segment / count for segment in range(1, count)):
+        near = [place for place in inner if abs(before[place] - middle) <= before[-1] / count / 2]
+        cut = min(near, key=lambda place: (crossing[place], abs(before[place] - middle)), default=0)
+        found.update(made[key] for key, place in last.items() if made[key] < cut <= place)
+    return tuple(nodes[place] for place in sorted(found))
+
+
+def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], proposal: _Proposal) -> Partition:
+    """Judge the partition that torch will make of a proposal."""
+    from torch._functorch import config
+    from torch.utils._ordered_set import OrderedSet
+
+    partitioners = _partitioners()
+    options = partitioners.MinCutOptions(
+        ban_if_used_far_apart=False, ban_if_long_fusible_chains=False, ban_if_materialized_backward=False,
+        ban_if_not_in_allowlist=False, ban_if_reduction=config.ban_recompute_reductions,
+    )  # fmt: skip
+    before = {node: node.meta.get("recompute") for node in proposal.borders}
+    for node in proposal.borders:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    again = OrderedSet(candidates[i] for i in proposal.again)
+    saved, _ = partitioners.solve_min_cut(graph, info, options, again)
+    for node, policy in before.items():
+        node.meta["recompute"] = policy
+    numbers = [node for node in saved if partitioners.is_sym_node(node)]
+    tensors = [node for node in saved if not partitioners.is_sym_node(node)]
+    inputs = sum(map(_is_given, graph.nodes))  # of each, the backward pass returns a gradient, or None
+    outputs = len(tree_leaves(graph.output_node().args, is_leaf=lambda each: each is None)) - inputs
+    static = info.static_lifetime_input_nodes
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        graph.owning_module, tensors, numbers, num_fwd_outputs=outputs, static_lifetime_input_nodes=static
+    )
+    backward = partitioners.raise_getitems(partitioners.reordering_to_mimic_autograd_engine(backward))
+    return Partition.of(partitioners.raise_getitems(forward).graph, backward.graph, outputs)
+
+
+def _by_bytes(judged: Iterable[Partition], memory: int) -> int:
+    """The first, so the fastest, within the memory; otherwise that of the least peak."""
+    peaks = list[int]()
+    for place, each in enumerate(judged):
+        peaks.append(each.peak)
+        if each.peak <= memory:
+            return place
+    return peaks.index(min(peaks))
+
+
+def _by_share(saved: Sequence[float], judged: Sequence[Partition], share: float) -> int:
+    """The fastest up to a share whose peak is no higher than the least above; otherwise that one."""
+    everything = range(len(saved))
+    above = [place for place in everything if saved[place] >= share] or [saved.index(max(saved))]
+    best = min(above, key=lambda place: judged[place].peak)
+    below = [place for place in everything if saved[place] <= share and judged[place].peak <= judged[best].peak]
+    return min(below, key=lambda place: judged[place].work, default=best)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Say whether a graph gets a tensor from outside, where it stays: a parameter, a buffer, the batch."""
+    return node.op == "placeholder" and str(node.target).startswith("primals")
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    """Storages of a node's results, which views share, and their bytes."""
+    stores = [each.untyped_storage() for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
+    return [(store._cdata, _number(store.nbytes())) for store in stores]
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(count for _, count in _storages(node))
+
+
+def _number(size: Any) -> int:
+    """A size; of a dynamic one, what it was in the batch that is compiled."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def _peak(graph: fx.Graph, held: dict[int, int]) -> int:
+    """Bytes alive at once while a graph runs, without what it is given; ``held`` storages live to the end."""
+    size, born, last, end = dict(held), dict.fromkeys(held, 0), dict[int, int](), len(graph.nodes)
+    for place, node in enumerate(graph.nodes):
+        if node.op in ("placeholder", "call_function", "get_attr"):
+            for key, count in _storages(node):
+                born.setdefault(key, place)
+                size.setdefault(key, 0 if _is_given(node) or node.op == "get_attr" else count)
+                last[key] = place
+        for read in node.all_input_nodes:
+            last.update((key, end if node.op == "output" else place) for key, _ in _storages(read))
+    changes = [0] * (end + 2)
+    for key, place in born.items():
+        changes[place] += size[key]
+        changes[(end if key in held else last[key]) + 1] -= size[key]
+    return max(accumulate(changes))
+
+
+def _work(node: fx.Node) -> float:
+    """Operations of a node, and what it writes in units of them; views are free."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.is_view:
+        return 0.0
+    return _flops(node) + _OPERATIONS_PER_BYTE * _bytes(node)
+
+
+def _flops(node: fx.Node) -> int:
+    count = _COUNTERS.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, named = tree_map_only(fx.Node, lambda each: each.meta.get("val"), (node.args, node.kwargs))
+    return _number(count(*args, **named, out_val=node.meta.get("val")))
+
+
+class CompileBudget:
+    """What :func:`compile_budget` found.
+
+    Attributes:
+        graphs: Of each training graph: its partition without a budget, and the one that it runs by.
+    """
+
+    def __init__(self, memory: int | float | str) -> None:
+        """Read the budget."""
+        _extends("CustomPartitionerFn", CompileBudget)
+        KnapsackSolver()  # says at once if torch asks none
+        read_budget(memory, 1)  # or if this is none
+        self.memory = memory
+        self.graphs: list[tuple[Partition, Partition]] = []
+
+    def __call__(self, joint: fx.GraphModule, inputs: Sequence[object], **named: Any) -> Any:
+        """Split a joint graph as torch does if that is within the budget, otherwise into the fastest that is."""
+        split, exact = _split(joint, inputs, named, 1.0, "dp")
+        memory, best = read_budget(self.memory, exact.peak), exact
+        for share, solver in ((1 - _ASKED, "dp"), (_ASKED, KnapsackSolver(max(memory, 1)))):
+            if best.peak > memory:
+                found, judged = _split(joint, inputs, named, share, solver)
+                split, best = (found, judged) if judged.peak < best.peak else (split, best)
+        if best.peak > memory and self.memory != LEAST:
+            raise BudgetError(
+                f"No partition of this graph fits into memory={shown_budget(self.memory, exact.peak)}: it needs at "
+                f"least {shown_least(best.peak, exact.peak)}. rmm_linear.fit() compresses and offloads too."
+            )
+        self.graphs.append((exact, best))
+        _logger.info(
+            "Graph %d has a peak of %s, %s without a budget, and an estimated %.2f times the work.",
+            len(self.graphs), show_bytes(best.peak), show_bytes(exact.peak), best.work / max(exact.work, 1),
+        )  # fmt: skip
+        if len(self.graphs) == 2:
+            _logger.warning(
+                "A second training graph is compiled, and each has the budget for itself. If they are of one model, "
+                "because of a graph break, their step may need more: rmm_linear.fit() plans the whole model."
+            )
+        return split
+
+    def uuid(self) -> None:
+        """Keep graphs out of the cache: what is found in it is not partitioned, so neither judged nor reported."""
+        return
+
+
+def _split(
+    joint: fx.GraphModule, inputs: Sequence[object], named: dict[str, Any], share: float, solver: Any
+) -> tuple[Any, Partition]:
+    """Let torch split a copy of a joint graph, and judge it."""
+    from torch._functorch import config
+
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in joint.graph.nodes:  # with their metadata, also the output's
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copied = fx.GraphModule(joint, graph)
+    with config.patch(activation_memory_budget=share, activation_memory_budget_solver=solver):
+        found = _partitioners().min_cut_rematerialization_partition(copied, inputs, **named)
+    return found, Partition.of(found[0].graph, found[1].graph, named["num_fwd_outputs"])
+
+
+@contextmanager
+def compile_budget(memory: int | float | str) -> Iterator[CompileBudget]:
+    """Keep what torch.compile compiles inside of a ``with`` block within a memory budget.
+
+    Models are compiled by their first step, so that has to be inside; later steps need not be. Results and gradients
+    are those of torch.compile. The budget is of each graph: :func:`rmm_linear.fit` plans models that break.
+
+    Args:
+        memory: For what a step makes, parameters and the batch not counted: bytes, a text such as "8GB", a share of
+            the peak without a budget such as 0.6 or "60%", or "least".
+
+    Yields:
+        What was found, graph by graph.
+
+    Raises:
+        BudgetError: By the first step, inside of torch's own error, if no partition fits; it says what is needed.
+        RuntimeError: If this version of PyTorch takes no partitioners of others.
+        ValueError: If ``memory`` is no budget.
+
+    Example:
+        >>> model = torch.compile(torch.nn.Linear(8, 8))
+        >>> with compile_budget("1MB"):
+        ...     model(torch.ones(2, 8)).sum().backward()  # doctest: +SKIP
+    """
+    from torch._inductor import config
+
+    made = CompileBudget(memory)
+    with config.patch(custom_partitioner_fn=made):
+        yield made
+
+
+def _partitioners() -> Any:
+    from torch._functorch import partitioners
+
+    return partitioners
+
+
+def _extends(name: str, extension: Any) -> None:
+    """Let torch take an extension for one of its class of that name, which is slow to import."""
+    try:
+        from torch._inductor import custom_graph_pass
+
+        getattr(custom_graph_pass, name).register(extension)
+    except (ImportError, AttributeError):
+        raise RuntimeError(
+            f"Budgets for torch.compile extend torch's {name}, which PyTorch {torch.__version__} does not have. "
+            "planning.backend() needs no such class, or install a newer PyTorch."
+        ) from None
+
+
+def _hash(memory: object) -> str:
+    return hashlib.sha256(Path(__file__).read_bytes() + repr(memory).encode()).hexdigest()
