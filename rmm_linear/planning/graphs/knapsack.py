@@ -34,6 +34,7 @@ _OPERATIONS_PER_BYTE = 50  # what moving a byte takes, in floating-point operati
 # Shares of what a knapsack may save. With segments, it has the lower peaks and often less work, but not always.
 _SHARES = tuple(n / 10 for n in range(10, 0, -1))
 _IN_SEGMENTS = tuple(n / 20 for n in range(20, -1, -1))
+_SAVED = CheckpointPolicy.MUST_SAVE
 _ASKED = 1e-9  # the budget at which torch asks its solver wherever there is something to choose
 
 
@@ -88,6 +89,7 @@ class KnapsackSolver:
         self, memory: list[float], joint_graph: fx.Graph, max_memory: float, node_info: Any, candidates: list[fx.Node]
     ) -> tuple[list[int], list[int]]:
         """Return the indices of the candidates to save, and of those to compute again."""
+        _pin(joint_graph)
         proposals = _proposals(memory, candidates, node_info)
         judged = (_judged(joint_graph, node_info, candidates, each) for each in proposals)
         if self.memory is None:
@@ -95,7 +97,7 @@ class KnapsackSolver:
         else:
             chosen = proposals[_by_bytes(judged, self.memory)]
         for node in chosen.borders:
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta["recompute"] = _SAVED
         return sorted({*range(len(memory))} - {*chosen.again}), list(chosen.again)
 
     def uuid(self) -> str:
@@ -116,16 +118,33 @@ def _proposals(memory: Sequence[float], candidates: Sequence[fx.Node], info: Any
     """Make proposals, from the fewest operations on."""
     from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 
-    flops = [float(max(_flops(node), 1)) for node in candidates]
+    repeatable = [place for place, node in enumerate(candidates) if node.meta.get("recompute") != _SAVED]
+    sizes, flops = [memory[i] for i in repeatable], [float(max(_flops(candidates[i]), 1)) for i in repeatable]
     share_of_byte = max(share / max(_bytes(node), 1) for share, node in zip(memory, candidates, strict=True))
     borders = _borders(info.required_fw_nodes)
     between = share_of_byte * sum(map(_bytes, borders))
     found = dict[Any, tuple[float, _Proposal]]()
     for share, nodes in [*((share, borders) for share in _IN_SEGMENTS), *((share, ()) for share in _SHARES)]:
-        _, saved, again = dp_knapsack(list(memory), flops, share)
-        made = _Proposal(tuple(sorted(again)), nodes, sum(memory[i] for i in saved) + (between if nodes else 0.0))
-        found.setdefault((made.again, nodes), (sum(flops[i] for i in again), made))
+        _, _, again = dp_knapsack(sizes, flops, share)
+        places = tuple(sorted(repeatable[i] for i in again))
+        saved = sum(memory) - sum(memory[i] for i in places) + (between if nodes else 0.0)
+        found.setdefault((places, nodes), (sum(flops[i] for i in again), _Proposal(places, nodes, saved)))
     return [made for _, made in sorted(found.values(), key=lambda each: (each[0], not each[1].borders))]
+
+
+def _pin(graph: fx.Graph) -> None:
+    """Let torch save what would be another result when it runs again, which it does not look at by itself.
+
+    That are random numbers, and what is computed from inputs that the step changes, as BatchNorm's statistics.
+    """
+    returned = tree_leaves(graph.output_node().meta.get("desc", ()))
+    changed = [each.mutated_input for each in returned if hasattr(each, "mutated_input")]
+    inputs = {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
+    inputs |= {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
+    for node in graph.nodes:
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if node.op == "call_function" and (is_random or not inputs.isdisjoint(node.all_input_nodes)):
+            node.meta["recompute"] = _SAVED
 
 
 def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -167,7 +186,7 @@ def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], proposal:
     )  # fmt: skip
     before = {node: node.meta.get("recompute") for node in proposal.borders}
     for node in proposal.borders:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        node.meta["recompute"] = _SAVED
     again = OrderedSet(candidates[i] for i in proposal.again)
     saved, _ = partitioners.solve_min_cut(graph, info, options, again)
     for node, policy in before.items():
@@ -310,6 +329,7 @@ def _split(
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in joint.graph.nodes:  # with their metadata, also the output's
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    _pin(graph)
     copied = fx.GraphModule(joint, graph)
     with config.patch(activation_memory_budget=share, activation_memory_budget_solver=solver):
         found = _partitioners().min_cut_rematerialization_partition(copied, inputs, **named)
