@@ -112,9 +112,9 @@ def _budget_claims(rows: Sequence[Compiled]) -> str:
         lines.append(
             f"- {title}: torch's peak rises {_rises(peaks[TORCH])} times as the budget falls, ours "
             f"{_rises(peaks[SAME_SHARE])} times. The least is {least.peak / 1e6:,.1f} MB at {least.work:.2f} times the "
-            f"work, torch's {min(peaks[TORCH]) / 1e6:,.1f}. Compiling takes "
-            f"{sorted(seconds)[len(seconds) // 2]:.1f} times torch's time with their peaks as budgets, {max(seconds):.1f} at most, without a code generator, which "
-            f"takes longer than both. Gradients are equal to the bit in "
+            f"work, torch's {min(peaks[TORCH]) / 1e6:,.1f}. With their peaks as budgets, compiling takes "
+            f"{sorted(seconds)[len(seconds) // 2]:.1f} times torch's time, {max(seconds):.1f} at most, without a code "
+            f"generator, which takes longer than both. Gradients are equal to the bit in "
             f"{sum(row.is_equal == 'equal' for row in found)} of {len(found)} rows."
         )
     return "\n".join(lines)
