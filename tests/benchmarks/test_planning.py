@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.planning import fit_paper, sweep
+from benchmarks.planning.compiled import SAME_SHARE, THEIR_PEAK, TORCH, Compiled
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_paper import METHODS, MODELS, SEQUENCE, by_method, largest, llama, plans, texts
 from benchmarks.planning.fit_steps import FIT, live_peak, recompute_segments, step_of
@@ -66,6 +67,21 @@ def test_segments_recompute_the_same_gradients_in_less_memory() -> None:
     assert len(found[0]) == len(found[1]) > 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_budgets_for_compiled_code_that_are_published_hold_and_fall() -> None:
+    rows = read_rows(RESULTS / "graphs-compiled.csv", Compiled)
+    assert all(row.is_equal == "equal" for row in rows)
+    for _, group in itertools.groupby(rows, key=lambda row: row.network):
+        found = {(row.solver, row.budget): row for row in group}
+        budgets = sorted({budget for _, budget in found}, reverse=True)
+        shares = [found[SAME_SHARE, budget].peak for budget in budgets]
+        assert shares == sorted(shares, reverse=True)
+        for budget in budgets:
+            theirs, ours = found[TORCH, budget], found[THEIR_PEAK, budget]
+            assert found[SAME_SHARE, budget].peak <= theirs.peak
+            assert ours.peak <= theirs.peak
+            assert ours.work <= theirs.work
 
 
 def test_plans_that_are_published_fit_and_were_predicted() -> None:
