@@ -18,6 +18,7 @@ from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
 from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
 from rmm_linear.planning.tiles.apply import tiles_of
+from rmm_linear.planning.tiles.attention import heads_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module])
             if not tiles:
                 logger.warning("%s has nothing that can run in slices, so its word tile does nothing.", block.name)
             found += tiles
+            found += heads_of(module)
         if how := block.recomputation:
             found += [Recomputed(modules[name]) for name in block.inner]
             found.append(Recomputed(module, _SAVES.get(how, frozenset())))

@@ -17,6 +17,7 @@ from rmm_linear.activations.gated import PackedGatedMLP
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.memory.quantized import dequantized_bytes
 from rmm_linear.ops.dispatch import OPERATORS
+from rmm_linear.planning.step.flash import flash_workspace
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -119,9 +120,15 @@ def followed(model: nn.Module) -> Iterator[Place]:
 class FollowedTensors(LiveTensors):
     """Adds up live bytes and remembers every change with its place."""
 
-    def __init__(self, result: Peak, place: Place, workspace: Workspace | None = None) -> None:
-        """Count into a result, which has the peak so far; :meth:`finish` adds the rest."""
+    def __init__(
+        self, result: Peak, place: Place, workspace: Workspace | None = None, *, is_meta: bool = False
+    ) -> None:
+        """Count into a result, which has the peak so far; :meth:`finish` adds the rest.
+
+        ``is_meta`` says that tensors of the CPU stand for those of an accelerator.
+        """
         super().__init__(result)
+        self.is_meta = is_meta
         self.place = place
         self.workspace = workspace or {}
         self.events: list[Event] = []
@@ -135,6 +142,7 @@ class FollowedTensors(LiveTensors):
         super()._see(func, args, kwargs, output)
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
         beyond = beyond or _declared(func, args) or dequantized_bytes(func, args, kwargs)
+        beyond = beyond or flash_workspace(func, args, is_meta=self.is_meta)
         if beyond:
             pass_, running = self.place.now
             self.events.append(Event(self.now + beyond, pass_, running, beyond, running))

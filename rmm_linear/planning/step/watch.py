@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.step.follow import FollowedTensors, followed
-from rmm_linear.planning.step.step import prepared, runs_on_fakes
+from rmm_linear.planning.step.step import has_memory, prepared, runs_on_fakes
 from rmm_linear.planning.step.workspace import Workspace
 
 Held = Callable[[Tensor], int]
@@ -28,7 +28,7 @@ def watch(
 
     on_gradient = None if held is None else hold
     with prepared(model, example, on_gradient=on_gradient) as step, followed(model) as place:
-        live = FollowedTensors(peak, place, workspace)
+        live = FollowedTensors(peak, place, workspace, is_meta=not has_memory(model))
         with live:
             step()
             live.finish()
