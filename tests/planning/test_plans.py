@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from planning_graph_helpers import gradients
+from tile_helpers import WIDTH, Stack, step
 from torch import nn
 
 import rmm_linear
@@ -92,6 +93,35 @@ def test_a_copied_model_is_reverted_by_its_own_plan(clone):
         assert not hasattr(other, "rmm_plan")
         assert plan.is_applied
         assert "forward" in vars(model[0])
+
+
+def test_what_others_put_around_a_block_stays_when_its_plan_is_reverted(tmp_path):
+    model, x, calls, runs = Stack(1), torch.randn(1, 512, WIDTH), [], []
+    block, mlp = model.blocks[0], model.blocks[0].mlp
+    block.register_forward_hook(lambda *_: runs.append("block"))
+    mlp.up.register_forward_hook(lambda *_: runs.append("up"))
+    expected = step(model, x)
+    BlockPlan([PlannedBlock("blocks.0", "recompute + offload + tile", rows=64)], folder=str(tmp_path)).apply(model)
+    for module, name in ((block, "Block"), (mlp, "Gated")):
+        inner = module.forward
+        module.forward = lambda *args, name=name, inner=inner: calls.append(name) or inner(*args)
+    runs.clear()
+    step(model, x)
+    assert calls == ["Block", "Gated", "Gated"]
+    assert runs.count("up") > 8
+    rmm_linear.revert(model)
+    calls.clear()
+    runs.clear()
+    assert all(map(torch.equal, step(model, x), expected))
+    assert calls == ["Block", "Gated"]
+    assert runs == ["up", "block"]
+    again = BlockPlan([PlannedBlock("blocks.0", "recompute")])
+    again.apply(model)
+    calls.clear()
+    assert all(map(torch.equal, step(model, x), expected))
+    assert calls == ["Block", "Gated", "Block", "Gated"]
+    again.revert()
+    assert calls == ["Block", "Gated", "Block", "Gated"]
 
 
 def test_one_plan_is_applied_to_several_models_by_handles():

@@ -16,6 +16,7 @@ from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
+from rmm_linear.planning.replay.wrapped import Wrapped
 from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
 from rmm_linear.planning.tiles.apply import tiles_of
 from rmm_linear.planning.tiles.attention import heads_of
@@ -89,7 +90,7 @@ def apply_blocks(plan: BlockPlan, model: nn.Module) -> AppliedBlocks:
         if name not in modules:
             raise ValueError(f"The model has no module {name!r}. Plan this model itself.{did_you_mean(name, modules)}")
     for name in (name for block in plan.blocks if block.choice != KEEP for name in (block.name, *block.inner)):
-        if isinstance(modules[name].__dict__.get("forward"), Recomputed | Offloaded):
+        if isinstance(modules[name].__dict__.get("forward"), Wrapped):
             raise ValueError(f"{name} is part of another plan already. Use revert() of that plan first.")
     return AppliedBlocks(plan, model, _executors(plan, model, modules))
 

@@ -28,6 +28,8 @@ class Recomputed(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass, and again in the backward pass."""
+        if self.is_off:
+            return self.inner(*args, **kwargs)
         return _uncompiled(self, args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -139,7 +139,7 @@ class Offloaded(Wrapped):
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        if not torch.is_grad_enabled():
+        if self.is_off or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         call = self.chain.enter()
         with packing(Packer(self.module, self.chain.takes_from, call.save)):

@@ -33,7 +33,7 @@ class GroupedHeads(Wrapped):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self.is_off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         with _Grouping():
             return self.inner(*args, **kwargs)

@@ -61,6 +61,19 @@ def _has_rows(shape: Sequence[int], lead: Sequence[int]) -> bool:
     return math.prod(lead) in shape or all(size in shape for size in lead)
 
 
+class Names(TorchDispatchMode):
+    """Note the names of operators."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class Operators(TorchDispatchMode):
     """Check that no operator mixes rows, of tensors without values."""
 

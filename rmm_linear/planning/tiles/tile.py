@@ -21,6 +21,7 @@ from rmm_linear.context.unmasked import unmasked
 from rmm_linear.layers.converted import ConvertedModule
 from rmm_linear.memory.peak import LiveTensors
 from rmm_linear.planning.replay.replayed import Replayed
+from rmm_linear.planning.replay.wrapped import detached
 from rmm_linear.planning.tiles.function import CodedTile, RepeatedTile, TileCall
 from rmm_linear.planning.tiles.sampled import SampledSlices
 from rmm_linear.planning.tiles.slices import Streams, streams_of
@@ -59,6 +60,7 @@ class Tile:
         self.module, self.rows, self.method = module, rows, method
         self.parts = None if parts is None else tuple(parts)
         self.replaced: Any = None  # by another library, or a plan
+        self.is_off = False  # detached, and still inside of what others put around it
         self._said = False
 
     @property
@@ -80,20 +82,17 @@ class Tile:
 
     def attach(self) -> None:
         """Run the module in slices from now on."""
-        self.replaced = vars(self.module).get(self.method)
+        self.replaced, self.is_off = vars(self.module).get(self.method), False
         setattr(self.module, self.method, self)
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
-        if vars(self.module).get(self.method) is not self:
-            return
-        if self.replaced is None:
-            del vars(self.module)[self.method]
-        else:
-            setattr(self.module, self.method, self.replaced)
+        detached(self, self.module, self.method, self.replaced)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method in slices, and again in the backward pass."""
+        if self.is_off:
+            return self.inner(*args, **kwargs)
         return _uncompiled(self, args, kwargs)
 
     def _roots(self) -> list[nn.Module]:

@@ -1,9 +1,10 @@
 """Find out by running it whether a module is position-wise: a row of its output depends on the same row of its input.
 
 With values, it is run on random rows: as a whole, with one row changed, in two slices with the sequences one after the
-other, and on rows that are all the same, which routing with a capacity does not treat alike. On the meta device, and
-where parameters are sharded, only operators can be looked at (:mod:`operators`). Both run in train mode, without
-gradients, hooks and dropout, and leave no trace.
+other, and on rows that are all the same, which routing with a capacity does not treat alike; and without values on few
+rows and on many, for which code may do something else. On the meta device, and where parameters are sharded, only
+operators can be looked at (:mod:`operators`). All run in train mode, without gradients, hooks and dropout, and leave
+no trace.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from rmm_linear.activations.own_forward import exact_inside, original_forward
 from rmm_linear.context.surroundings import running_again
 from rmm_linear.planning.replay.buffers import buffers_kept, parts_of
 from rmm_linear.planning.replay.replayed import accelerators, forked, versions
-from rmm_linear.planning.tiles.operators import META_LEAD, Mixed, Operators, SteadyNumbers
+from rmm_linear.planning.tiles.operators import META_LEAD, Mixed, Names, Operators, SteadyNumbers
 
 _LEAD = (2, 67)  # primes: rows are told from columns by their number
+_LONG_LEAD = (2, 65_537)  # more rows than a loop over them would take long for
 _CUT = 64
 _LARGE = 30.0  # of what one row is changed to: a mean over 134 rows then moves by a fifth of a standard deviation
 _MOST_INPUTS = 3
@@ -73,6 +75,8 @@ def try_module(module: nn.Module, method: str, widths: Sequence[int]) -> Verdict
                 stack.enter_context(_reparametrize_module(module, _on_meta(module)))
             try:
                 (_check_operators if on_meta else _check_values)(module, own, chosen)
+                if not on_meta:
+                    _check_length(module, own, chosen)
                 return Verdict(ran=tuple(name for name, _ in module.named_children() if name in ran))
             except Mixed as error:
                 return Verdict(str(error), mixes=True)
@@ -128,15 +132,34 @@ def _of_lead(output: Tensor) -> Tensor:
 
 
 def _check_operators(module: nn.Module, own: Callable[..., Any], widths: Sequence[int]) -> None:
-    like = next((p for p in module.parameters() if p.is_floating_point() and p.itemsize > 1), None)
-    dtype = torch.get_default_dtype() if like is None else like.dtype
-    given = [torch.empty(*META_LEAD, width, dtype=dtype, device="meta") for width in widths]
+    given = _given(module, widths, META_LEAD)
     before = versions(given)
     with Operators(module.buffers()):
         found = own(*given)
     if versions(given) != before:
         raise Mixed("it writes into its input")
     _check_outputs([leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)], META_LEAD)
+
+
+def _check_length(module: nn.Module, own: Callable[..., Any], widths: Sequence[int]) -> None:
+    """Raise where a module runs other operators on many rows than on few; one that needs values is not looked at."""
+    given = [_given(module, widths, lead) for lead in (_LEAD, _LONG_LEAD)]
+    with _reparametrize_module(module, _on_meta(module)):
+        found = [Names(), Names()]
+        try:
+            for one, names in zip(given, found, strict=True):
+                with names:
+                    own(*one)
+        except Exception:  # of operators that have no rule for the meta device, whatever they raise
+            return
+    if found[0].names != found[1].names:
+        raise Mixed("its code does something else with many positions than with few")
+
+
+def _given(module: nn.Module, widths: Sequence[int], lead: Sequence[int]) -> list[Tensor]:
+    like = next((p for p in module.parameters() if p.is_floating_point() and p.itemsize > 1), None)
+    dtype = torch.get_default_dtype() if like is None else like.dtype
+    return [torch.empty(*lead, width, dtype=dtype, device="meta") for width in widths]
 
 
 def _check_outputs(found: Sequence[Tensor], lead: Sequence[int]) -> None:
