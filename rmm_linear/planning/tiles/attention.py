@@ -77,7 +77,7 @@ def _grouped(
     if type(query) not in (Tensor, FakeTensor) or (groups := groups_of(query, key)) < 2:
         return None
     if type(query) is Tensor:  # for fake ones, nothing but the CPU's is there
-        choice = torch._fused_sdp_choice(*given, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+        choice = _aten._fused_sdp_choice(*given, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
         if choice != _FLASH:
             return None
     return FlashByHeads.apply(*given, is_causal, scale, groups)
@@ -118,9 +118,13 @@ class FlashByHeads(torch.autograd.Function):
         """Run the backward pass of one group after the other."""
         query, key, value, output, sums, *others = ctx.saved_tensors
         found = [torch.empty_like(one) for one in (query, key, value)]
-        for queries, keys in zip(_cut(query, ctx.groups), _cut(key, ctx.groups), strict=True):
-            given = [one[:, queries] for one in (gradient, query)] + [one[:, keys] for one in (key, value)]
-            given += [output[:, queries], sums[:, queries].contiguous()]
+        for group in range(ctx.groups):
+
+            def part(whole: Tensor, group: int = group) -> Tensor:
+                share = whole.shape[1] // ctx.groups
+                return whole.narrow(1, group * share, share)
+
+            given = [*map(part, (gradient, query, key, value, output)), part(sums).contiguous()]
             if ctx.lengths is None:
                 parts = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     *given, 0.0, ctx.is_causal, scale=ctx.scale
@@ -129,12 +133,7 @@ class FlashByHeads(torch.autograd.Function):
                 parts = _aten._scaled_dot_product_flash_attention_backward(
                     *given, None, None, *ctx.lengths, 0.0, ctx.is_causal, *others, scale=ctx.scale
                 )
-            for whole, part, place in zip(found, parts, (queries, keys, keys), strict=True):
-                whole[:, place] = part
-            del given, parts, part  # before those of the next group are made
+            for whole, one in zip(found, parts, strict=True):
+                part(whole).copy_(one)
+            del given, parts, one  # before those of the next group are made
         return *found, None, None, None
-
-
-def _cut(tensor: Tensor, groups: int) -> list[slice]:
-    share = tensor.shape[1] // groups
-    return [slice(begin, begin + share) for begin in range(0, tensor.shape[1], share)]
