@@ -8,6 +8,7 @@ import sys
 import torch
 
 from rmm_linear.command import PROGRAM
+from rmm_linear.command.flex import counted_as_trained
 from rmm_linear.command.methods import prepared
 from rmm_linear.command.models import ERRORS
 from rmm_linear.fitting.fit import fit
@@ -35,7 +36,9 @@ def _fit(arguments: argparse.Namespace) -> int:
         raise ValueError("A budget is needed. Give --memory 8GB, or --time 1.2 for the least memory in that time.")
     settings = read_fit({name: value for name, value in given.items() if value is not None})
     model, batch = prepared(arguments)
+    notes = counted_as_trained(model)
     report = fit(model, batch, optimizer=_OPTIMIZERS[arguments.optimizer], progress=arguments.progress, **settings)
+    report.notes[:0] = notes
     print(report)
     if arguments.save is not None:
         report.plan.save(arguments.save)

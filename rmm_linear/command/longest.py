@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from rmm_linear._support.tables import wrapped
 from rmm_linear._support.validation import check_integer
 from rmm_linear.command import PROGRAM
+from rmm_linear.command.flex import counted_as_trained
 from rmm_linear.command.methods import for_training
 from rmm_linear.command.models import ERRORS, model_on_meta, random_batch
 from rmm_linear.fitting.longest import LongestSequence, max_length
@@ -48,7 +50,8 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
         batch = random_batch(model, arguments.batch_size, 2)
     del batch["attention_mask"]  # one without values stands for any mask
     model = for_training(model, arguments.method, rank=arguments.rank, dtype=arguments.adapters)
-    return max_length(
+    notes = counted_as_trained(model)
+    found = max_length(
         model,
         batch,
         arguments.memory,
@@ -61,6 +64,7 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
         multiple=arguments.multiple,
         progress=arguments.progress,
     )
+    return replace(found, notes=(*notes, *found.notes))
 
 
 def _said(arguments: argparse.Namespace) -> str:
