@@ -18,6 +18,7 @@ from rmm_linear.context.sketch_cache import CacheEntry, SketchCache
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
 from rmm_linear.conversion.explain import explain
 from rmm_linear.fitting import times
+from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import SETTINGS, Conversions, Setting

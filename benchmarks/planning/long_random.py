@@ -121,36 +121,36 @@ def _tried(row: Drawn, model: nn.Module, batch: Any, folder: str) -> Drawn:
 
 
 def lowest(about: Mapping[str, Any], *, tiny: bool = False) -> list[Lowest]:
-    """Find the least memory of a deep model with single words, and with their compositions."""
+    """Find the least memory of a deep model with single words, and by ``fit`` with their compositions."""
     layers, length = (4, 256) if tiny else (24, 4096)
     sizes = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 512}
     model, batch = transformer("llama", 1, length, num_hidden_layers=layers, **sizes)
     base = Lowest(model=f"LLaMA {layers} × 128, 1 × {length}", options=fit_steps.EXACT, **about)
-    peak = library.watch(model, batch)[0]
     run = fit_steps.step_of(model, batch)
-    rows = [
-        dataclasses.replace(base, simulated=peak.bytes, measured=fit_steps.live_peak(model, run), moment=peak.moment)
-    ]
+
+    def row(options: str, plan: library.BlockPlan | None = None) -> Lowest:
+        simulated, measured = library.watch(model, batch)[0], fit_steps.live_peak(model, run)
+        counts = "" if plan is None else fit_steps.counts(plan.blocks)
+        return dataclasses.replace(
+            base,
+            options=options,
+            simulated=simulated.bytes,
+            measured=measured,
+            moment=simulated.moment,
+            plan=counts,
+        )
+
+    rows = [row(fit_steps.EXACT)]
     with tempfile.TemporaryDirectory() as folder:
         work = fit_steps.options_of(model, batch, folder)
-        for options in ("single words", "compositions"):
-            with library.quiet():
-                work.proposals = work.candidates.proposals if options == "single words" else work.candidates.compose()
-                plan = work.proposals.smallest()
-                assert plan is not None  # noqa: S101 without a limit
-            plan.apply(model)
-            measured = fit_steps.live_peak(model, run)
-            plan.revert()
-            rows.append(
-                dataclasses.replace(
-                    base,
-                    options=options,
-                    simulated=plan.predicted,
-                    measured=measured,
-                    moment=plan.moment,
-                    plan=fit_steps.counts(plan.blocks),
-                )
-            )
+        single = work.proposals.smallest()
+        assert single is not None  # noqa: S101 without a limit
+        with single.applied(model):
+            rows.append(row("single words", single))
+        with library.quiet():
+            report = library.fit(model, batch, "least", folder=folder, progress=False)
+        rows.append(row("compositions", report.plan))
+        report.plan.revert()
         gradients = work.static.gradients
     one = rows[1].measured
     return [

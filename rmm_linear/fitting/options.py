@@ -39,6 +39,7 @@ from rmm_linear.planning.tiles.tile import ROWS, ROWS_OF_ACCELERATORS
 
 _NOMINAL = 1e-3  # of the noise of settings, by their order, where it is not known
 ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD, TILE)
+_FEW_ROUNDS = (1, 0)  # of compositions, which are many, and wanted where no option of one word fits
 _LONG = 0.2  # of a block's operations: attention of long sequences
 # Slices of a tiled block: 16, so that what one of them takes is little beside its input and output, of rows that keep a
 # device busy.
@@ -227,7 +228,7 @@ class Candidates:
             rows[0].name: [row for row in rows[begin:] if untimed not in row.words]
             for rows, begin in zip(self.proposals.rows, begins, strict=True)
         }
-        times = self._counted(asked) if self.is_meta else self._timed(asked)
+        times = self._counted(asked) if self.is_meta else self._timed(asked, None if known is None else _FEW_ROUNDS)
         self.seconds = sum(times.plain.values())
         self._set(
             [replace(row, seconds=times.extra.get((row.name, row.option), row.seconds)) for row in rows]
@@ -265,11 +266,11 @@ class Candidates:
                 extra[block.name, row.option] = float(again.get(row.recomputation, tiled))
         return Times({block.name: 3.0 * block.flops for block in self.costs.blocks}, extra)
 
-    def _timed(self, asked: Mapping[str, Sequence[PlannedBlock]]) -> Times:
+    def _timed(self, asked: Mapping[str, Sequence[PlannedBlock]], rounds: tuple[int, int] | None) -> Times:
         def make(row: PlannedBlock) -> BlockPlan:
             return self.proposals.plan_of([row if name == row.name else PlannedBlock(name, KEEP) for name in asked])
 
-        return time_options(self.model, self.example, asked, make)
+        return time_options(self.model, self.example, asked, make, rounds=rounds)
 
     def _add_noise(self, settings: Sequence[Setting], max_noise: float, batch: Any) -> None:
         noise = self._noise([one for one in settings if not self._adds_none(one)], batch)

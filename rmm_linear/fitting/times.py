@@ -53,12 +53,20 @@ class Seconds(NamedTuple):
     device: float
 
 
-def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[PlannedBlock]], make: Make) -> Times:
+def time_options(
+    model: nn.Module,
+    example: Any,
+    options: Mapping[str, Sequence[PlannedBlock]],
+    make: Make,
+    *,
+    rounds: tuple[int, int] | None = None,
+) -> Times:
     """Time the forward and backward pass of one block of each kind, with each of its options in turn.
 
     Blocks are alike that have one class, one set of parameters' shapes, and inputs of one shape. All options of a block
     run in every round, and the median of the rounds' ratios counts, so that what else the machine does matters little;
-    where the rounds disagree, there are more of them. ``make`` makes the plan in which one block alone has an option.
+    where the rounds disagree, there are more of them; ``rounds`` says how many, and how many more. ``make`` makes the
+    plan in which one block alone has an option.
     What does more than the exact block cannot be faster, whatever else the machine did meanwhile.
     """
     calls = _calls(model, example, list(options))
@@ -70,7 +78,9 @@ def time_options(model: nn.Module, example: Any, options: Mapping[str, Sequence[
         for names in kinds.values():
             begins(names[0])
             call = calls.get(names[0])
-            seconds = {"": Seconds(0.0, 0.0)} if call is None else _rounds(model, call, options[names[0]], make)
+            seconds = {"": Seconds(0.0, 0.0)}
+            if call is not None:
+                seconds = _rounds(model, call, options[names[0]], make, *(rounds or (ROUNDS, MORE_ROUNDS)))
             found |= dict.fromkeys(names, seconds)
     binding = {option: _binding(found, option) for seconds in found.values() for option in seconds}
     plain = {name: seconds[""][binding[""]] for name, seconds in found.items()}
@@ -127,7 +137,9 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock], make: Make) -> dict[str, Seconds]:
+def _rounds(
+    model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock], make: Make, rounds: int, more: int
+) -> dict[str, Seconds]:
     """Map options to seconds; "" to those of the block as it is."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     found: dict[str, list[Seconds]] = {"": [], **{option.option: [] for option in options}}
@@ -141,8 +153,8 @@ def _rounds(model: nn.Module, call: _TimedCall, options: Sequence[PlannedBlock],
         seconds = min(_once(call, device) for _ in range(repeats))
         return Seconds(seconds, seconds)
 
-    for done in range(ROUNDS + MORE_ROUNDS):
-        if done >= ROUNDS and all(_agree(seconds, found[""]) for seconds in found.values()):
+    for done in range(rounds + more):
+        if done >= rounds and all(_agree(seconds, found[""]) for seconds in found.values()):
             break
         found[""].append(timed())
         for option in options:

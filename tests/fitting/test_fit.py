@@ -148,7 +148,7 @@ def test_a_number_of_items_divides_the_loss_whatever_its_type():
 def known_times(monkeypatch):
     """Every option takes a third more time, conversions a tenth less: no clock has a part in it."""
 
-    def times(model, example, options, make):
+    def times(model, example, options, make, *, rounds=None):
         extra = {
             (name, row.option): -0.1 if row.choice == "convert" else 0.33 for name in options for row in options[name]
         }

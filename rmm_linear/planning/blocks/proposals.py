@@ -25,7 +25,7 @@ from rmm_linear.planning.step.watch import Held, watch
 from rmm_linear.planning.step.workspace import Workspace
 
 _TRIES, _JUDGED = 10, 6
-_EXACT = 0.99
+_EXACT, _FAR = 0.99, 0.9  # of a sum: what a step takes is no less than nearly all of it
 
 Cost = Callable[[Option], float]
 Rows = Sequence[PlannedBlock | None]
@@ -222,7 +222,13 @@ class Proposals:
         possible = [
             one for one in tried if one is not None and (self.host is None or host_of(options, one) <= self.host)
         ]
-        return min((self.judge(chosen) for chosen in possible), key=lambda plan: plan.predicted, default=None)
+        best = None
+        for chosen in sorted(possible, key=lambda one: peak_of(options, one)):
+            if best is not None and _FAR * peak_of(options, chosen) > best.predicted:
+                break  # nor do those after it have a lower peak
+            made = self.judge(chosen)
+            best = made if best is None or made.predicted < best.predicted else best
+        return best
 
 
 def _place(block: Sequence[Option], name: str) -> int:
