@@ -27,9 +27,9 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
     simulated with the mask. What a converted model saves depends on its padding, so its step runs on real tensors.
 
     A model on the meta device, which has shapes and no weights, is simulated as if it were on the CPU, so it may be too
-    large for the machine. A converted one is taken to have no padding, whatever its mask: no row is left out, so what
-    it saves is an upper bound. (The first real step with padding checks once that none reaches the loss, which takes
-    memory for a moment.)
+    large for the machine; but what flash attention's backward pass takes on a GPU counts, where it is in 16 bits. A
+    converted model is taken to have no padding, whatever its mask: no row is left out, so what it saves is an upper
+    bound. (The first real step with padding checks once that none reaches the loss, which takes memory for a moment.)
 
     Args:
         model: The model, planned or not; or a plan made for one.

@@ -112,8 +112,8 @@ def tile(model: nn.Module, rows: int | None = None, modules: str | Sequence[str]
     Time: the forward pass of what is tiled runs twice, about a quarter more for an MLP that is not recomputed anyway.
     Where the modules inside are converted, they run once, and save their codes slice by slice.
 
-    What a module computes is tried on few rows, so code that does something else for long sequences is not noticed:
-    leave such modules out by ``modules``.
+    What a module computes is tried on few rows, and its operators are compared with those on many; code that decides
+    by values what it does may go unnoticed: leave such modules out by ``modules``.
 
     ``rmm_linear.revert(model)`` undoes it. Use it before a plan is applied; before or after ``convert``,
     ``get_peft_model``, ``fully_shard`` and DistributedDataParallel.
