@@ -16,7 +16,9 @@ from rmm_linear.planning.blocks.plan import CONVERT, RECOMPUTE, PlannedBlock
 OPTION = PlannedBlock("block", CONVERT, setting="tenth")
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, converted: list[float]) -> tuple[dict[str, Seconds], int]:
+def timed(
+    monkeypatch: pytest.MonkeyPatch, converted: list[float], few: tuple[int, int] = (3, 4)
+) -> tuple[dict[str, Seconds], int]:
     """Seconds of an option whose rounds take ``converted`` where the exact block takes one; and how many there were."""
     now, applied = [0.0], [False]
     rounds = iter(converted)
@@ -31,11 +33,10 @@ def timed(monkeypatch: pytest.MonkeyPatch, converted: list[float]) -> tuple[dict
     def run() -> None:
         now[0] += seconds[0] if applied[0] else 1.0
 
-    monkeypatch.setattr(times, "ROUNDS", 3)
-    monkeypatch.setattr(times, "MORE_ROUNDS", 4)
     monkeypatch.setattr(times, "REPEATS", 10)
     monkeypatch.setattr(times.time, "perf_counter", lambda: now[0])
-    found = times._rounds(nn.Linear(1, 1), SimpleNamespace(run=run), [OPTION], lambda _: SimpleNamespace(applied=apply))
+    planned = SimpleNamespace(applied=apply)
+    found = times._rounds(nn.Linear(1, 1), SimpleNamespace(run=run), [OPTION], lambda _: planned, *few)
     return found, len(converted) - len(list(rounds))
 
 
@@ -49,6 +50,7 @@ def test_rounds_that_disagree_are_followed_by_more(
     found, needed = timed(monkeypatch, rounds)
     assert found == {"": (1.0, 1.0), OPTION.option: pytest.approx((0.91, 0.91))}
     assert needed == count
+    assert timed(monkeypatch, rounds, (1, 0)) == ({"": (1.0, 1.0), OPTION.option: pytest.approx((0.9, 0.9))}, 1)
 
 
 class Cuda:
