@@ -20,6 +20,7 @@ from rmm_linear.planning.replay.wrapped import Wrapped
 
 _aten = torch.ops.aten
 _FLASH, _DEVICES, _HALF = 1, ("cuda", "cpu"), 2  # the number of PyTorch's backend, who has it, and bytes
+_WIDTH = 8  # PyTorch pads other heads to a multiple of it
 # Rows of all heads of a group: 512 blocks of 128, which keep some 130 processors busy several times over.
 _ROWS = 2**16
 
@@ -74,7 +75,9 @@ def _grouped(
     given = query, key, value
     if attn_mask is not None or dropout_p or kind not in _DEVICES or not any(one.requires_grad for one in given):
         return None
-    if type(query) not in (Tensor, FakeTensor) or (groups := groups_of(query, key)) < 2:
+    if type(query) not in (Tensor, FakeTensor) or key.shape != value.shape or (groups := groups_of(query, key)) < 2:
+        return None
+    if key.shape[1] != query.shape[1] and not enable_gqa:
         return None
     if type(query) is Tensor:  # for fake ones, nothing but the CPU's is there
         choice = _aten._fused_sdp_choice(*given, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -85,10 +88,10 @@ def _grouped(
 
 def groups_of(query: Tensor, key: Tensor) -> int:
     """Return the number of groups: as many as divide the heads of the keys and leave enough rows in each."""
-    if query.dim() != 4 or key.dim() != 4 or query.shape[1] % key.shape[1] or query.shape[-1] % 8:
-        return 1
-    if query.itemsize != _HALF:
+    if query.dim() != 4 or query.itemsize != _HALF or query.shape[::3] != key.shape[::3]:
         return 1  # another kernel's
+    if query.shape[1] % key.shape[1] or query.shape[-1] % _WIDTH:
+        return 1
     rows = query.numel() // query.shape[-1]
     return max(n for n in range(1, key.shape[1] + 1) if key.shape[1] % n == 0 and (n == 1 or rows >= n * _ROWS))
 

@@ -12,9 +12,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmm_linear.planning import BlockPlan, PlannedBlock, simulate
+from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.step.flash import flash_workspace
+from rmm_linear.planning.step.flops import ATTENTIONS
 from rmm_linear.planning.tiles import attention
 from rmm_linear.planning.tiles.attention import FlashByHeads, GroupedHeads, groups_of, heads_of
+from rmm_linear.planning.tiles.operators import Names
 
 
 class Heads(nn.Module):
@@ -27,7 +30,7 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.first(x).split([64, 16, 16], -1)
         query, key, value = (one.unflatten(-1, (-1, 8)).transpose(1, 2) for one in (query, key, value))
-        found = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **self.settings)
+        found = F.scaled_dot_product_attention(query, key, value, **{"enable_gqa": True, **self.settings})
         return self.last(found.transpose(1, 2).flatten(2))
 
 
@@ -76,10 +79,14 @@ def test_outputs_and_gradients_are_the_same_to_the_bit(settings):
     ],
 )
 def test_what_is_taken_and_what_is_not(settings, dtype, rows, is_grouped):
+    """Nor is an error hidden: heads that share keys are refused where nobody allows it."""
     module, x = Heads(**settings).to(dtype), torch.randn(2, rows, 64, dtype=dtype)
     GroupedHeads(module).attach()
     assert ran_by_groups(module, x) is is_grouped
     with torch.no_grad():
+        module(x)
+    module.settings = {**settings, "enable_gqa": False}
+    with pytest.raises(RuntimeError):
         module(x)
 
 
@@ -147,3 +154,16 @@ def test_a_planned_block_without_weights_takes_less():
         found = simulate(model, x)
     saved = 65536 * (8 * (32 + 1) * 4 + 2 * 8 * 8 * 2) / 2  # of one of two groups: heads of 8 are rounded to 32
     assert expected.bytes - found.bytes >= 0.9 * saved
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize(("saves", "count"), [(frozenset(), 2), (ATTENTIONS, 1)])
+def test_recomputation_runs_it_again_unless_its_results_are_saved(saves, count):
+    module, x = Heads(is_causal=True).bfloat16(), torch.randn(2, 70, 64, dtype=torch.bfloat16)
+    expected = step(module, x)
+    GroupedHeads(module).attach()
+    Recomputed(module, saves).attach()
+    with Names() as ran:
+        assert all(map(torch.equal, step(module, x), expected))
+    assert ran.names.count("_scaled_dot_product_flash_attention_for_cpu") == count
+    assert ran.names.count("_scaled_dot_product_flash_attention_for_cpu_backward") == 2
