@@ -37,6 +37,7 @@ _GUESSED = (
     "The Trainer's loss reads numbers of tensors, which simulated steps do not have: each was guessed to be 1. Where "
     "such a number is the size of something, real steps take other amounts of memory."
 )
+_NEARLY = 0.9  # of a sum that is solved, a step takes at least so much
 _SLOW = 0.01  # of a step: copies that add more are said to bind
 _LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
 
@@ -168,8 +169,11 @@ class Fitting:
     def _composes(self) -> bool:
         """Add options of several words; say whether there are new ones."""
         before = self.proposals
-        self.proposals = replace(before, rows=self.candidates.compose().rows)
+        self.proposals = replace(before, rows=self.candidates.compose(self._may_fit).rows)
         return [*map(len, before.rows)] != [*map(len, self.proposals.rows)]
+
+    def _may_fit(self, proposals: Proposals) -> bool:
+        return self.total is None or _NEARLY * least(proposals.options, proposals.host) <= self.proposals.budget
 
     def least(self) -> FitReport:
         """Apply the plan with the lowest peak that is known."""

@@ -98,12 +98,16 @@ class Candidates:
             self._set([rows[1:] or rows for rows in self.proposals.rows])
         return self.proposals
 
-    def compose(self) -> Proposals:
-        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices."""
+    def compose(self, fits: Callable[[Proposals], bool]) -> Proposals:
+        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices.
+
+        They are timed if some of them may be within the budget, by what ``fits`` says.
+        """
         if not self.is_composed and not self.is_meta:
             known = [len(rows) for rows in self.proposals.rows]
             self._add_compositions()
-            self._add_times(known)
+            if fits(self.proposals):
+                self._add_times(known)
         return self.proposals
 
     def singles(self) -> list[str]:
