@@ -34,4 +34,5 @@ class PackedModule(ConvertedModule):
         mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
         seed = context.layer_seed(index) if seeded else None
         on_backward = functools.partial(self._note_backward, shape=shape, is_pattern=is_pattern)
-        return SavingCall(seed, mask, on_backward, forward_pass=context.current_pass)
+        noise = self._noise_of_codes()
+        return SavingCall(seed, mask, on_backward, forward_pass=context.current_pass, noise=noise)

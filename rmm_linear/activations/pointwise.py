@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear._support.layouts import MemoryLayout, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.code_noise import width_below
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.converted import _PAIRS
 from rmm_linear.layers.function import SavingFunction
@@ -87,6 +88,19 @@ class PackedActivation(PackedModule):
         self.rmm_function, self.rmm_is_composed = found, is_composed(self)
         return None
 
+    def _widen(self, noise: float) -> int | None:
+        function = self.rmm_function
+        bits = function.bits(self.rmm_bits)
+        known = {width: function.step(width) for width in (2, 4, 8)}
+        wider = width_below(noise, known, bits) if function.is_bounded and bits in known else bits
+        if wider == bits:
+            return None
+        self._take_bits(wider)
+        return wider
+
+    def _take_bits(self, bits: int) -> None:
+        self.rmm_bits = bits
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply the activation to an input of any shape."""
         if not self.training or not is_dense(input):
@@ -143,6 +157,14 @@ class PointwiseFunction(SavingFunction):
         y = SavingFunction.received(ctx, y, "a packed activation")
         grad_input = apply_derivative(y, stored, index, *ctx.stored_as)
         grad_input = grad_input.view(grad_output.shape) if ctx.layout is None else ctx.layout.tensor(grad_input)
+        function = Pointwise(*ctx.stored_as[:2])
+        if ctx.call.noise is not None and function.is_bounded and not function.is_exact:
+            wide = torch.promote_types(y.dtype, torch.float32)  # without copies: memory may be short
+            variance = function.step(ctx.stored_as[2]) ** 2 / 12 * torch.linalg.vector_norm(y, dtype=wide).square()
+            channel = grad_input.dim() - 1 if ctx.layout is None else 1
+            others = [dim for dim in range(grad_input.dim()) if dim != channel]
+            sums = grad_input.sum(others, dtype=wide) if others else grad_input
+            ctx.call.noise(variance, sums.square().sum())
         return grad_input.to(ctx.dtype), None, None, None, None, None
 
 

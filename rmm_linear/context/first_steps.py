@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from rmm_linear._support.tables import folded
 from rmm_linear.context.checkpointing import how_to_turn_off
+from rmm_linear.context.code_noise import MOST_NOISE
 from rmm_linear.context.surroundings import in_backward
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,16 @@ class StepChecks:
             "they are exact from now on.",
             len(found),
             shown([self._names[index] for index in found]),
+        )
+
+    def say_widened(self, found: Sequence[int]) -> None:
+        """Say that modules take more bits from now on."""
+        logger.info(
+            "In the first steps, the codes of %d converted modules (%s) added noise of more than %g times the gradient "
+            "that is made of them: they take more bits from now on.",
+            len(found),
+            shown([self._names[index] for index in found]),
+            MOST_NOISE,
         )
 
     def late_linears(self) -> list[str]:

@@ -34,6 +34,7 @@ from rmm_linear.context.call_inputs import (
     valid_tokens,
     waits,
 )
+from rmm_linear.context.code_noise import CodeNoise
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
@@ -59,6 +60,7 @@ class ModelContext:
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         checks: Say which modules save nothing, after the first training step.
         kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
+        noise: What codes add to gradients in the first steps, and the modules that take more bits for it.
         exact_attention: Why the last call of an attention was exact, by its index.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
@@ -73,6 +75,7 @@ class ModelContext:
         self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
         self.kept_anyway: set[int] = set()
+        self.noise = CodeNoise()
         self.exact_attention: dict[int, str] = {}
         self.salt, self._released = 0, 0
         self._handles: list[RemovableHandle] = []
@@ -163,6 +166,8 @@ class ModelContext:
         """
         held, inputs = self._pending.current, self._running.inputs
         if held is None or not inputs or not self.checks.is_done or index in self.kept_anyway:
+            return None
+        if self.noise.is_observing:
             return None
         mask = inputs[-1].mask if masked else None
         ranks = None if mask is None or not mask.fits(shape) else mask.ranks
@@ -305,6 +310,20 @@ class ModelContext:
             self.kept_anyway = self.kept_anyway.union(found)  # another set: what is set aside has the old one
             self.checks.say_kept_anyway(found, is_chosen=self.config.target_modules != "all-linear")
 
+    def _widen_codes(self, model: nn.Module) -> None:
+        """Give the modules more bits whose codes have too much noise, and say so."""
+        found = self.noise.decide(self.sketch_cache.groups)
+        modules = [one for one in model.modules() if vars(one).get("rmm_context") is self] if found else ()
+        widened = dict[int, tuple[int, float]]()
+        for module in modules:
+            index: int = vars(module)["rmm_index"]
+            bits: int | None = module._widen(found[index]) if index in found else None  # pyright: ignore
+            if bits is not None:
+                widened[index] = bits, found[index]
+        self.noise.settle(widened)
+        if widened:
+            self.checks.say_widened(sorted(widened))
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
             return args, self.traced_masks.enter(module, self._signature(module), args, kwargs)
@@ -338,6 +357,8 @@ class ModelContext:
         self.sketch_cache.clear()
         self._row_masks = {}  # another thread may have the last one
         self._read_left_out()
+        if self.noise.is_full and all(one.backward_begun for one in self._pending.passes()):
+            self._widen_codes(module)
         unread = [one for one in self.learned.values() if one.unread]
         is_full = any(not one.is_observing for one in unread)  # so that most modules are read at once
         is_full = is_full and not is_capturing(unread[0].unread[0].device)
@@ -368,6 +389,8 @@ class ModelContext:
             if not running.recomputing:
                 is_step = output is not None and module.training and torch.is_grad_enabled() and not infers_shapes()
                 self.checks.finish(module) if is_step else self.checks.forget()
+                if is_step:
+                    self.noise.note_pass()
                 if running.survey is not None and is_step:
                     self._finish_survey(running.survey, output)
                 running.survey = None
@@ -381,12 +404,12 @@ class ModelContext:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
         fields = ("names", "config", "salt", "estimators", "learned", "directions", "sketch_cache")
-        fields += ("_signatures", "_released", "kept_anyway")
+        fields += ("_signatures", "_released", "kept_anyway", "noise")
         handles = [one for one in self._handles if one.hooks_dict_ref() is not None]  # of a module that is there still
         return {"_handles": handles, **{name: value for name, value in vars(self).items() if name in fields}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
         new = {"learned": {}, "directions": {}, "kept_anyway": set(), "exact_attention": {}}  # of newer versions
-        vars(self).update({**new, **state})
+        vars(self).update({**new, "noise": CodeNoise(), **state})
         self._reset()

@@ -73,6 +73,7 @@ def set_aside(model: nn.Module) -> Iterator[list[ModelContext]]:
         context.checks = checks.aside()
         context.sketch_cache = SketchCache(set(context.sketch_cache.groups))
         context.learned = {index: one.settled() for index, one in context.learned.items()}
+        context.noise = context.noise.settled()
         context.directions = {index: replace(one, is_learning=False) for index, one in context.directions.items()}
     for module in modules:
         if isinstance(module, SketchedLayer):

@@ -149,6 +149,16 @@ class ConversionReport(Report):
         return [] if self.context is None else [self.context.names[index] for index in sorted(self.context.kept_anyway)]
 
     @property
+    def widened(self) -> dict[str, tuple[int, float]]:
+        """Name to the bits, and to the noise by the gradient before, of the modules whose codes have taken more bits.
+
+        See :mod:`rmm_linear.context.code_noise`.
+        """
+        if self.context is None:
+            return {}
+        return {self.context.names[index]: one for index, one in sorted(self.context.noise.widened.items())}
+
+    @property
     def exact_attention(self) -> dict[str, str]:
         """Name to the reason, for every attention whose last call in training was exact."""
         if self.context is None:
@@ -187,8 +197,8 @@ class ConversionReport(Report):
 
         Returns:
             A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
-            memory, rows, directions, wide_attention, kept_anyway, exact_attention, groups, estimator_bytes and
-            dry_run.
+            memory, rows, directions, wide_attention, widened, kept_anyway, exact_attention, groups, estimator_bytes
+            and dry_run.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -206,6 +216,7 @@ class ConversionReport(Report):
             "rows": self.rows,
             "directions": self.directions,
             "wide_attention": self.wide_attention,
+            "widened": {name: list(one) for name, one in self.widened.items()},
             "kept_anyway": self.kept_anyway,
             "exact_attention": self.exact_attention,
             "groups": [list(group) for group in self.groups],
@@ -343,6 +354,9 @@ class ConversionReport(Report):
         """Say what a module has learned in its first steps."""
         if name in self.wide_attention:
             return f"; 8 for queries and keys, as scores spread by {self.wide_attention[name]:.1f}"
+        if name in self.widened:
+            bits, noise = self.widened[name]
+            return f"; now {bits} bits, as noise was {noise:.2g} of the gradient"
         of_directions = f"; {self.directions[name]} fixed directions in 8 bits" if name in self.directions else ""
         return of_directions + (f"; of {self.rows[name]} alone" if name in self.rows else "")
 

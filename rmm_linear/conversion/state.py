@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from rmm_linear._support.files import write_text
 from rmm_linear._support.json_files import naming_file, read_json
 from rmm_linear._version import __version__
+from rmm_linear.context.code_noise import CodeNoise
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.learned import Learned, read_all
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.conversion.names import own_name, unwrapped
 from rmm_linear.conversion.state_files import read_tensors, tensors_beside
 from rmm_linear.layers.converted import ConvertedModule
@@ -40,8 +42,8 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         The library's version, the names of the sketched layers, the groups of layers that share a sketch, what modules
-        have learned in their first steps, the modules that are exact because a code frees nothing, and the name of
-        every layer's norm estimator.
+        have learned in their first steps, the modules that are exact because a code frees nothing, those that take
+        more bits for the noise of their codes, and the name of every layer's norm estimator.
     """
     layers = sketched_layers(model)
     learned = _learned(model)
@@ -56,6 +58,7 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         "groups": sorted(groups),
         "learned": {name: one.to_dict() for name, one in learned.items() if one.steps},
         "kept_anyway": sorted({c.names[i] for c in _all_contexts(model) for i in c.kept_anyway}),
+        "code_noise": _code_noise(model),
         "directions": {name: one.calls for name, one in _directions(layers).items() if one.calls},
         "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
     }
@@ -104,6 +107,9 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         learned = {str(name): dict(values) for name, values in state.get("learned", {}).items()}
         calls = {str(name): int(count) for name, count in state.get("directions", {}).items()}
         exact = set(map(str, state.get("kept_anyway", ())))
+        noise = state.get("code_noise", {})
+        rounds = int(noise.get("rounds", 0))
+        widened = {str(name): (int(bits), float(ratio)) for name, (bits, ratio) in noise.get("widened", {}).items()}
         names = dict(state.get("norm_estimators", {}))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(
@@ -124,8 +130,8 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
                 "Convert the model with the configuration that the state was saved under."
             )
         replace(known[name]).load(values)  # an error leaves what is known unchanged
-    contexts = _all_contexts(model)
-    if unknown := sorted(exact.difference(*(context.names for context in contexts))):
+    contexts, converted = _all_contexts(model), converted_modules(model)
+    if unknown := sorted({*exact, *widened}.difference(*(context.names for context in contexts))):
         raise ValueError(
             f"The sketch state must be of a model with the same converted modules, got {unknown[0]!r} in addition. "
             "Convert the model with the configuration that the state was saved under."
@@ -154,6 +160,11 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
             one.load(*checked[name])
     for context in contexts:
         context.kept_anyway = {index for index, name in enumerate(context.names) if name in exact}
+        known_bits = {index: widened[name] for index, name in enumerate(context.names) if name in widened}
+        context.noise = CodeNoise(known_bits, rounds)
+    for module in converted:
+        if module.rmm_context is not None and (found := module.rmm_context.noise.widened.get(module.rmm_index)):
+            module._take_bits(found[0])
     for name, layer in layers.items():
         layer._set_estimator(estimators.get(name))
     for context, numbers in _contexts(layers).items():
@@ -178,6 +189,13 @@ def _learned(model: nn.Module) -> dict[str, Learned]:
     """What the modules of a model have learned, by their names at its conversion."""
     contexts = _all_contexts(model)
     return {context.names[index]: one for context in contexts for index, one in sorted(context.learned.items())}
+
+
+def _code_noise(model: nn.Module) -> dict[str, Any]:
+    """Return the modules that take more bits for their codes' noise, and the rounds of looking that are over."""
+    contexts = _all_contexts(model)
+    widened = {c.names[i]: list(one) for c in contexts for i, one in sorted(c.noise.widened.items())}
+    return {"rounds": min((c.noise.rounds for c in contexts), default=0), "widened": widened}
 
 
 def _all_contexts(model: nn.Module) -> list[ModelContext]:

@@ -120,6 +120,20 @@ class ConvertedModule(nn.Module):
         on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
         return SavingCall(seed, mask, on_backward, False, forward_pass)
 
+    def _noise_of_codes(self) -> Callable[[Tensor, Tensor], None] | None:
+        """Return what a backward pass is to tell of its code's noise; None after the first steps."""
+        context = self.rmm_context
+        if context is None or not context.noise.is_observing:
+            return None
+        return functools.partial(context.noise.add, self.rmm_index)
+
+    def _widen(self, noise: float) -> int | None:
+        """Take more bits for codes whose noise is so much of the gradient; return them, or None without others."""
+        return None
+
+    def _take_bits(self, bits: int) -> None:
+        """Take so many bits for codes."""
+
     def _survey(self, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1) -> Tensor:
         """Note a call that saves a code, in the first training step; returns the output."""
         survey = None if self.rmm_context is None or torch.compiler.is_compiling() else self.rmm_context.survey

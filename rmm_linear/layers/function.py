@@ -27,7 +27,8 @@ from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
-from rmm_linear.sketches import TokenMask
+from rmm_linear.packing import rounding_variance
+from rmm_linear.sketches import TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
 
@@ -108,6 +109,8 @@ class SavingCall:
             nothing is left to check.
         is_exact: Whether nothing is compressed, because activation checkpointing would drop it.
         forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
+        noise: Called with the noise of the code and the gradient, see :mod:`rmm_linear.context.code_noise`, in the
+            first steps.
         answers: Of an attention, by whether there was no mask and whether it was causal: whether such masks have hidden
             padding from every valid token so far, and the first node of the forward pass that found out.
         hidden: What the device says of this call's mask, for the backward pass to check; None if nothing was assumed.
@@ -118,6 +121,7 @@ class SavingCall:
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
     is_exact: bool = False
     forward_pass: ForwardPass | None = None
+    noise: Callable[[Tensor, Tensor], None] | None = None
     answers: dict[tuple[bool, bool], tuple[bool, int | None]] = field(default_factory=dict)
     hidden: HostRead | None = None
 
@@ -171,12 +175,13 @@ class SketchedLinearFunction(SavingFunction):
         dtype: torch.dtype | None,
         spec: SaveSpec,
         on_backward: Callable[[Tensor, TokenMask | None], None] | None,
+        noise: Callable[[Tensor, Tensor], None] | None,
         is_traced: bool,
         *saved: Tensor | None,
     ) -> Tensor:
         """Apply the layer exactly."""
         # The seed and the mask are saved tensors: on ctx, a recomputation could not replace them.
-        ctx.spec, ctx.on_backward, ctx.is_traced = spec, on_backward, is_traced
+        ctx.spec, ctx.on_backward, ctx.noise, ctx.is_traced = spec, on_backward, noise, is_traced
         output = _apply(ctx, input, weight, bias, x, dtype)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
         return output
@@ -202,6 +207,10 @@ def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | 
         gradient = weight_gradient_traced(y, saved[0], ctx.spec, ctx.input_shape[-1], mask)
     else:
         gradient = weight_gradient(y, saved, ctx.spec, ctx.input_shape[-1], mask)
+    if ctx.noise is not None:
+        norms = row_norms(y) if mask is None else row_norms(y).index_select(0, mask.index)
+        variance = rounding_variance(saved[1], ctx.input_shape[-1]) @ norms.double().square()
+        ctx.noise(variance, gradient.float().square().sum())
     return gradient.to(ctx.weight_dtype)
 
 
@@ -305,6 +314,7 @@ class LinearCall:
             where a sketch is made, so once for all layers that share it. None is a call without predictions.
         on_backward: Called with Y, shape (N, O), and the mask, before the weight gradient is computed from them.
         directions: The fixed directions of the input; None for none.
+        noise: As of :class:`SavingCall`.
     """
 
     spec: SaveSpec
@@ -316,6 +326,7 @@ class LinearCall:
     expected: Callable[[], Tensor | None] | None = None
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
     directions: Directions | None = None
+    noise: Callable[[Tensor, Tensor], None] | None = None
 
     @property
     def index_of_rows(self) -> Tensor | None:
@@ -433,7 +444,7 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
     is_traced = call.seed is None
     return SketchedLinearFunction.run(
-        input, weight, bias, x, call.dtype, call.spec, call.on_backward, is_traced, *ranks, *saved
+        input, weight, bias, x, call.dtype, call.spec, call.on_backward, call.noise, is_traced, *ranks, *saved
     )
 
 

@@ -1,0 +1,117 @@
+"""Find in the first steps which codes add more noise than their gradient bears: they take more bits from then on.
+
+A code's noise is a known share of what a backward pass multiplies it by, but gradients may cancel where noise does not:
+
+- The gradient of a linear layer's weight, dW = YᵀX, sums over tokens. With X in a code whose elements have the variance
+  v, E‖dŴ − dW‖² = Σᵢ ‖yᵢ‖² Σⱼ vᵢⱼ. Where a batch's samples are alike and pull in opposite directions, ‖dW‖ is small.
+- An activation's dX = dY ∘ g'(X) has errors of the variance step²/12 · dY², independent of each other. Summed over
+  tokens or pixels, as in the gradients of biases, they add up to V = step²/12 · ‖dY‖². Where BatchNorm follows, all of
+  dY adds up to zero, so that little of dX is left in that sum if g' is nearly the same everywhere.
+
+Every module adds V, and the squared norm of the sum, of :data:`STEPS` training steps. Where √V is more than
+:data:`MOST_NOISE` of the sum's norm without noise, the code takes as few bits as bring it below. Noise of one module
+hides that of those below it, which inherit it: after a decision, the next steps are looked at again, in
+:data:`_ROUNDS` rounds at most. Layers that share a code share the decision.
+
+Not looked at: sketches of fewer rows, normal codes (1.6 and 1 bits), compiled code. Ranks decide by their own batches;
+codes never leave a rank, and gradients are unbiased whatever they decide. Those of a tensor parallel group see the
+same numbers where they must compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from rmm_linear.context.learned import STEPS
+from rmm_linear.sketches.seeds import is_capturing
+
+MOST_NOISE = 0.5
+_ROUNDS = 3
+_ALL_NOISE = 1000.0  # by the gradient, where none shows
+
+
+@dataclass
+class CodeNoise:
+    """What the codes of a model have shown in its first steps.
+
+    Attributes:
+        widened: Bits of the modules that take more of them, by index, and the noise by the gradient that they had.
+        rounds: Those that are over; :data:`_ROUNDS` if nothing is looked at any more.
+    """
+
+    widened: dict[int, tuple[int, float]] = field(default_factory=dict)
+    rounds: int = 0
+    _passes: int = field(default=0, compare=False)
+    _sums: dict[int, Tensor] = field(default_factory=dict, compare=False)  # V, and the squared norm
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether the forward pass that is running is looked at."""
+        return self.rounds < _ROUNDS and self._passes < STEPS
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a decision can be made."""
+        return self.rounds < _ROUNDS and self._passes >= STEPS
+
+    def note_pass(self) -> None:
+        """Note the end of a forward pass of training."""
+        self._passes += 1
+
+    def add(self, index: int, variance: Tensor, square: Tensor) -> None:
+        """Add V and the squared norm of one call, from its backward pass."""
+        if isinstance(square, FakeTensor) or is_capturing(square.device):
+            return
+        found = torch.stack([variance.double(), square.double()])
+        found = torch.where(found.isfinite().all(), found, 0)  # no step that overflowed
+        self._sums[index] = self._sums[index] + found if index in self._sums else found
+
+    def decide(self, groups: Iterable[tuple[int, ...]]) -> dict[int, float]:
+        """Return the noise by the gradient of the modules that have too much of it, and begin another round.
+
+        groups: Indices of the modules that share a code.
+        """
+        sums, self._sums, self._passes = self._sums, {}, 0
+        if not sums:  # no backward pass
+            return {}
+        place = next(iter(sums.values())).device
+        values = torch.stack([one.to(place) for one in sums.values()]).tolist()
+        each = {index: one for index, one in zip(sums, values, strict=True)}
+        found = dict(each)
+        for group in sorted(groups, key=len):
+            members = [index for index in group if index in each]
+            together = [sum(column) for column in zip(*(each[index] for index in members), strict=True)]
+            found |= dict.fromkeys(members, together)
+        ratios = {index: _ratio(*one) for index, one in found.items()}
+        return {index: one for index, one in ratios.items() if one > MOST_NOISE}
+
+    def settle(self, widened: Mapping[int, tuple[int, float]]) -> None:
+        """Note the modules that have taken more bits; without any, nothing more is looked at."""
+        self.widened.update(widened)
+        self.rounds = self.rounds + 1 if widened else _ROUNDS
+
+    def settled(self) -> CodeNoise:
+        """Return a copy that looks at nothing more."""
+        return replace(self, widened=dict(self.widened), rounds=_ROUNDS, _passes=0, _sums={})
+
+
+def width_below(noise: float, steps: Mapping[int, float], bits: int) -> int:
+    """Return the least width that brings noise below the bound, or the greatest.
+
+    steps: Width to the noise of its codes, in any unit.
+    """
+    wider = sorted(one for one in steps if one > bits)
+    fitting = (one for one in wider if noise * steps[one] / steps[bits] <= MOST_NOISE)
+    return next(fitting, wider[-1] if wider else bits)
+
+
+def _ratio(variance: float, square: float) -> float:
+    if not variance:
+        return 0.0
+    return min(math.sqrt(variance / (square - variance)), _ALL_NOISE) if square > variance else _ALL_NOISE
