@@ -190,11 +190,7 @@ class AttendingModule(PackedModule):
                     reason,
                 )
         vars(self)["rmm_exact"] = reason
-        known = {} if self.rmm_context is None or torch.compiler.is_compiling() else self.rmm_context.exact_attention
-        if reason is not None:
-            known[self.rmm_index] = reason
-        elif self.rmm_index in known:
-            del known[self.rmm_index]
+        self._note_call(reason)
 
     def _why_not_called(self) -> str:
         """Say why a call of the module has not come to :meth:`_attend`."""

@@ -15,6 +15,15 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 class PackedModule(ConvertedModule):
     """Base class of modules that save packed activations. Used through :func:`joined_class`."""
 
+    def _note_call(self, reason: str | None) -> None:
+        """Keep for the report why a call is exact; None of one that is not."""
+        if self.rmm_context is not None and not torch.compiler.is_compiling():
+            known = self.rmm_context.exact_calls
+            if reason is not None:
+                known[self.rmm_index] = reason
+            elif self.rmm_index in known:
+                del known[self.rmm_index]
+
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""
         found = self._unwatched_call(shape, device, seeded) if is_unwatched() else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +15,16 @@ from torch.nn.parameter import is_lazy
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import is_channels_last, is_dense
+from rmm_linear._support.layouts import LAST, MemoryLayout, is_channels_last, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction, as_new, as_no_view
 from rmm_linear.ops.channel_norms import channel_backward, pack_channels
+from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
+from rmm_linear.packing.channel_norms import sets_of
+from rmm_linear.packing.norms import few_elements
+from rmm_linear.sketches.seeds import draw_seed
 
+_FEW_CHANNELS = 16
 _FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward, nn.GroupNorm.forward)
 
 
@@ -29,14 +35,17 @@ class _ChannelNorm(NamedTuple):
     eps: float
     bits: int
     is_last: bool
+    is_rearranged: bool
     call: SavingCall
 
 
 class PackedChannelNorm(PackedModule):
     """A norm over channels that saves its normalized input in few bits, and the standard deviations.
 
-    Output, running statistics and dβ are exact, dX and dγ unbiased. In eval mode, and over several processes
-    (``nn.SyncBatchNorm``), the module stays as it is.
+    Output, running statistics and dβ are exact, dX and dγ unbiased. In eval mode in a model that trains, as where
+    BatchNorm is frozen, the running statistics are given: dX is exact, and of the input nothing is saved but a code for
+    dγ, if γ is trained. In a model in eval mode, of few elements (:func:`rmm_linear.packing.norms.few_elements`), and
+    over several processes (``nn.SyncBatchNorm``), the module stays as it is.
 
     Memory: :func:`rmm_linear.ops.channel_norms.channel_bytes`, about bits/8 + 1/64 bytes per element.
     """
@@ -46,12 +55,20 @@ class PackedChannelNorm(PackedModule):
     weight: Tensor | None
     bias: Tensor | None
     eps: float
+    running_mean: Tensor
+    running_var: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize an input of shape (N, C, …)."""
-        if not self.training or not is_dense(input) or not input.is_floating_point():
+        if not is_dense(input) or not input.is_floating_point():
             return super().forward(input)
         weight, bias = self.weight, self.bias
+        if not self.training:
+            return self._fixed(input) if self._is_fixed(input) else super().forward(input)
+        few = self._few_elements(input)
+        self._note_call(few)
+        if few is not None:
+            return super().forward(input)
         call = self._packed_call((), input.device)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
         is_exact = call.is_exact or input.dim() < 2 or not input.numel() or any(map(is_dtensor, (input, weight, bias)))
@@ -63,9 +80,43 @@ class PackedChannelNorm(PackedModule):
             return self._coded(input.unsqueeze(0), alone, call).squeeze(0)
         return self._survey(input, self._coded(input, run, call))
 
+    def _few_elements(self, input: Tensor) -> str | None:
+        """Say why a call stays exact whose statistics are those of few elements; None if it does not."""
+        alone = isinstance(self, _InstanceNorm) and input.dim() == self._get_no_batch_dim()
+        if input.dim() < 2 or not input.numel():
+            return None
+        shape = (1, *input.shape) if alone else input.shape
+        count = sets_of((shape[0], 1, shape[1], math.prod(shape[2:])), self._groups(shape[1]))[1]
+        return few_elements(count, self.rmm_config.norm_bits)
+
+    def _is_fixed(self: Any, input: Tensor) -> bool:
+        """Say whether a norm in eval mode is one of a model that trains, by running statistics."""
+        context = self.rmm_context
+        if context is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        outermost, weight = context.outermost, self.weight
+        is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
+        has_statistics = getattr(self, "running_mean", None) is not None and self.running_var is not None
+        is_plain = has_statistics and input.dim() > 1 and not any(map(is_dtensor, (input, weight)))
+        return is_plain and is_trained and input.numel() > 0 and outermost is not None and outermost.training
+
+    def _fixed(self, input: Tensor) -> Tensor:
+        """Normalize by running statistics, as an affine map of every channel."""
+        call = self._packed_call((), input.device)
+        run: Callable[[Tensor], Tensor] = super().forward
+        alone = isinstance(self, _InstanceNorm) and input.dim() == self._get_no_batch_dim()
+        if call.is_exact or alone:
+            return run(input)
+        bits, rstd = self.rmm_config.norm_bits, torch.rsqrt(self.running_var + self.eps)
+        return FixedNormFunction.run(input, self.weight, self.bias, self.running_mean, rstd, run, bits, call)
+
     def _coded(self, input: Tensor, run: Callable[..., Tensor], call: SavingCall) -> Tensor:
-        groups, is_last = self._groups(input.shape[1]), is_channels_last(input)
-        norm, stored = _ChannelNorm(groups, self.eps, self.rmm_config.norm_bits, is_last, call), None
+        # A few channels side by side would be a group of a code, with a scale of its own.
+        groups, is_rearranged = self._groups(input.shape[1]), False
+        if is_last := is_channels_last(input):
+            is_rearranged = input.shape[1] < _FEW_CHANNELS
+            is_last = not is_rearranged
+        norm, stored = _ChannelNorm(groups, self.eps, self.rmm_config.norm_bits, is_last, is_rearranged, call), None
         if torch.compiler.is_compiling():  # buffers change outside of the function
             with torch.no_grad():
                 output = run(input)
@@ -117,7 +168,60 @@ class ChannelNormFunction(SavingFunction):
             x, of_weight, of_bias = channel_backward(y, stored, None if weight is None else weight.detach(), *how)
         grad_weight = of_weight.to(weight.dtype) if needs_weight and weight is not None else None
         grad_bias = of_bias.to(ctx.bias_dtype) if needs_bias else None
-        return _as_before(x, grad_output.shape, norm.is_last), grad_weight, grad_bias, None, None, None
+        grad_input = _as_before(x, grad_output.shape, norm.is_last)
+        if norm.is_rearranged:
+            grad_input = grad_input.contiguous(memory_format=LAST[grad_input.dim()])
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+class FixedNormFunction(SavingFunction):
+    """A norm by statistics that are given: dX and dβ are exact, dγ = Σ dY ∘ ĥ is made of codes of h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        rstd: Tensor,
+        run: Callable[[Tensor], Tensor],
+        bits: int,
+        call: SavingCall,
+    ) -> Tensor:
+        """Apply the norm; nothing of the input is saved where γ is not trained."""
+        ctx.call, ctx.bits, ctx.layout = call, bits, MemoryLayout.of(input)
+        ctx.dtypes = input.dtype, None if bias is None else bias.dtype
+        output, stored = run(input), None
+        if ctx.needs_input_grad[1]:
+            with autocast_off(input.device.type):
+                h = (input - _of_channels(mean, input)) * _of_channels(rstd, input)
+                stored = encode_matrix(ctx.layout.matrix(h), bits, draw_seed() if call.seed is None else call.seed)
+        ctx.save_for_backward(weight, rstd, stored)
+        return as_no_view(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients."""
+        (y,), (weight, rstd, stored) = grad_outputs, ctx.saved_tensors
+        SavingFunction.received(ctx, y[:0].reshape(0, 1), "a packed norm")
+        of_input = of_weight = of_bias = None
+        others, wide = [dim for dim in range(y.dim()) if dim != 1], torch.promote_types(y.dtype, torch.float32)
+        with autocast_off(y.device.type):
+            if ctx.needs_input_grad[0]:
+                of_input = (y * _of_channels(rstd if weight is None else rstd * weight, y)).to(ctx.dtypes[0])
+            if stored is not None and weight is not None:
+                layout: MemoryLayout = ctx.layout
+                h = layout.tensor(decode_matrix(stored, layout.rows, layout.columns, ctx.bits, wide))
+                of_weight = (y * h).sum(others).to(weight.dtype)
+            if ctx.needs_input_grad[2]:
+                of_bias = y.sum(others, dtype=wide).to(ctx.dtypes[1])
+        return of_input, of_weight, of_bias, None, None, None, None, None
+
+
+def _of_channels(numbers: Tensor, x: Tensor) -> Tensor:
+    """Return a number for each channel so that they are broadcast to (N, C, …)."""
+    return numbers.view(-1, *(1,) * (x.dim() - 2))
 
 
 def _on_first(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from rmm_linear.layers.function import SavingFunction
 from rmm_linear.layers.sharded import rows_layout, say_exact, sharded_rows
 from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.norms import norm_backward, normalize_and_pack, pack_norm
+from rmm_linear.packing.norms import few_elements
 
 
 class _Norm(NamedTuple):
@@ -81,6 +82,10 @@ class PackedNorm(PackedModule):
         (input,) = values
         if is_dtensor(input):
             return self._sharded(input, form.dims)
+        few = few_elements(input.shape[input.dim() - form.dims :].numel(), self.rmm_config.norm_bits)
+        if few is not None:
+            self._note_call(few)
+            return super().forward(input)
         call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)

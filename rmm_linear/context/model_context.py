@@ -61,7 +61,7 @@ class ModelContext:
         checks: Say which modules save nothing, after the first training step.
         kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
         noise: What codes add to gradients in the first steps, and the modules that take more bits for it.
-        exact_attention: Why the last call of an attention was exact, by its index.
+        exact_calls: Why the last call of an attention or a norm was exact, by its index.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
@@ -76,7 +76,7 @@ class ModelContext:
         self.sketch_cache = SketchCache()
         self.kept_anyway: set[int] = set()
         self.noise = CodeNoise()
-        self.exact_attention: dict[int, str] = {}
+        self.exact_calls: dict[int, str] = {}
         self.salt, self._released = 0, 0
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
@@ -410,6 +410,6 @@ class ModelContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        new = {"learned": {}, "directions": {}, "kept_anyway": set(), "exact_attention": {}}  # of newer versions
+        new = {"learned": {}, "directions": {}, "kept_anyway": set(), "exact_calls": {}}  # of newer versions
         vars(self).update({**new, "noise": CodeNoise(), **state})
         self._reset()

@@ -159,11 +159,11 @@ class ConversionReport(Report):
         return {self.context.names[index]: one for index, one in sorted(self.context.noise.widened.items())}
 
     @property
-    def exact_attention(self) -> dict[str, str]:
-        """Name to the reason, for every attention whose last call in training was exact."""
+    def exact_calls(self) -> dict[str, str]:
+        """Name to the reason, for every attention and norm whose last call in training was exact."""
         if self.context is None:
             return {}
-        return {self.context.names[index]: why for index, why in sorted(self.context.exact_attention.items())}
+        return {self.context.names[index]: why for index, why in sorted(self.context.exact_calls.items())}
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -197,7 +197,7 @@ class ConversionReport(Report):
 
         Returns:
             A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
-            memory, rows, directions, wide_attention, widened, kept_anyway, exact_attention, groups, estimator_bytes
+            memory, rows, directions, wide_attention, widened, kept_anyway, exact_calls, groups, estimator_bytes
             and dry_run.
         """
         converted = {
@@ -218,7 +218,7 @@ class ConversionReport(Report):
             "wide_attention": self.wide_attention,
             "widened": {name: list(one) for name, one in self.widened.items()},
             "kept_anyway": self.kept_anyway,
-            "exact_attention": self.exact_attention,
+            "exact_calls": self.exact_calls,
             "groups": [list(group) for group in self.groups],
             "estimator_bytes": self.estimator_bytes,
             "dry_run": self.dry_run,
@@ -365,8 +365,8 @@ class ConversionReport(Report):
             return RECOMPUTED
         if module.name in self.kept_anyway:
             return _ANYWAY
-        if module.name in self.exact_attention:
-            return f"{self.exact_attention[module.name]}: {_EXACT}"
+        if module.name in self.exact_calls:
+            return f"{self.exact_calls[module.name]}: {_EXACT}"
         seen = None if self.memory is None else self.memory.layers.get(module.name)
         reason = None if seen is None else seen.reason
         return reason if reason is not None and reason.endswith(_EXACT) else None

@@ -24,14 +24,19 @@ Bytes: those of :func:`rmm_linear.packing.pack`, and 4 per row. Variance: :mod:`
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import without_autocast
+from rmm_linear.packing.codes import RELATIVE_VARIANCE
 from rmm_linear.packing.pack import element_variance, pack, packed_parts, unpack
+from rmm_linear.packing.rounding import WIDTHS
 from rmm_linear.packing.stored import SEED, Part
+
+_MOST_NOISE = 0.25  # of the gradient, by norms of few elements
 
 
 class NormCopy(NamedTuple):
@@ -46,6 +51,33 @@ class NormCopy(NamedTuple):
     codes: Tensor
     scales: Tensor
     rstd: Tensor
+
+
+def _fewest_elements(v: float) -> int:
+    """Return the least number M of normalized elements whose dX has noise of at most a quarter.
+
+    For h and g of independent normal numbers and a variance v of the code, the variance of the errors is
+    rstd² v ‖g‖² (2 + v + 2 / M) / M, see :mod:`rmm_linear.variance.standins.norms`, and the mean of ‖dX‖² is
+    rstd² ‖g‖² (M − 2) / M: of two elements, nothing but noise would be left.
+    """
+    return next(m for m in itertools.count(3) if v * (2 + v + 2 / m) / (m - 2) <= _MOST_NOISE**2)
+
+
+FEWEST_ELEMENTS = {bits: _fewest_elements(RELATIVE_VARIANCE[bits]) for bits in WIDTHS}
+
+
+def few_elements(count: int, bits: int) -> str | None:
+    """Say why a call that normalizes so many elements stays exact; None if it does not.
+
+    Example:
+        >>> FEWEST_ELEMENTS
+        {8: 3, 4: 3, 3: 5, 2: 8}
+        >>> few_elements(5, 3) is None
+        True
+    """
+    if count >= FEWEST_ELEMENTS[bits]:
+        return None
+    return f"it normalizes {count} elements, where noise of {bits} bits would be more than a quarter of the gradient"
 
 
 def norm_parts(rows: int, columns: int, bits: int) -> list[Part]:

@@ -149,10 +149,10 @@ def test_the_report_says_which_attention_is_exact():
 
     model, x = nn.Sequential(nn.Linear(8, 8), Leaving()), torch.randn(3, 30, 8)
     report = convert(model)
-    assert report.exact_attention == {}
+    assert report.exact_calls == {}
     model(x).sum().backward()
-    assert [*report.exact_attention] == ["1"]
-    assert report.to_dict()["exact_attention"] == report.exact_attention
+    assert [*report.exact_calls] == ["1"]
+    assert report.to_dict()["exact_calls"] == report.exact_calls
     assert "where other code may read them: stays exact" in str(report)
 
 
@@ -166,5 +166,5 @@ def test_outputs_that_a_hook_keeps_have_their_gradient():
         (one(x)[0].sum() + kept[0].square().sum()).backward()
         found.append(one.first.q.weight.grad)
     assert (found[0] - found[1]).norm() < 0.2 * found[1].norm()  # the other attention's codes are noise
-    assert "hooks of its linear layers may keep outputs" in report.exact_attention["first"]
-    assert "second" not in report.exact_attention
+    assert "hooks of its linear layers may keep outputs" in report.exact_calls["first"]
+    assert "second" not in report.exact_calls

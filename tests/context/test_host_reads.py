@@ -67,7 +67,9 @@ def test_a_forward_pass_reads_at_most_once_from_the_second_step_on(architecture,
         reads.clear()
         output = model(**batch_of(architecture, 20 if backend == "auto" else 13))
         most = 2 if architecture == "t5" else 1  # encoder and decoder have a mask each
-        assert step == 0 or len(reads) <= most + (step == 3), reads  # when all modules have seen three, in one read
+        assert step == 0 or len(reads) <= most + 2 * (step == 3), (
+            reads
+        )  # rows of all modules that have seen three, and noise
         (output.loss if architecture == "t5" else output.logits[:, :5].square().mean()).backward()
 
 
