@@ -30,6 +30,7 @@ from rmm_linear.activations.pointwise import PackedActivation, is_composed, poin
 from rmm_linear.activations.pooling import PackedPool, bits_of, is_max_pool
 from rmm_linear.activations.products import PackedProduct, multiplies
 from rmm_linear.activations.region import PackedRegion, reads_softmax
+from rmm_linear.activations.softmax import PackedSoftmax, is_softmax
 from rmm_linear.backends.select import backend_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
@@ -176,6 +177,9 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
         return PackedChoice("experts", module, saved, _change_class(module, PackedExperts))
     if "attention" in operations and (choice := _attention(module, config.attention_bits)) is not None:
         return choice
+    if "attention" in operations and is_softmax(module):
+        saved = f"its probabilities, {config.attention_bits} bits"
+        return PackedChoice("attention", module, saved, _change_class(module, PackedSoftmax))
     if "convolution" in operations and is_convolution(module):
         saved = f"its input, {experts_bits(config):g} bits"
         return PackedChoice("convolution", module, saved, _change_class(module, PackedConvolution))
