@@ -439,6 +439,10 @@ MEMBERS = {
     "attention padding": Member(
         "attention", Attention, attention_bytes(4, hidden=True), masked=True, bias=1e-3
     ),
+    "attention softmax": Member(
+        "attention", lambda width: nn.Softmax(-1),
+        lambda stored, rows, width: aligned(8, codes(rows, width, 4), scales(rows, width)),
+    ),
     "attention nn.MultiheadAttention": _attending(multihead, ("out_proj.weight", "out_proj.bias")),
     "attention roberta": _attending(roberta, dropout=True),
     "attention llama": _attending(llama, ("o_proj.weight",), heads=(4, 2), more=2 * TOKENS * WIDTH),  # cos and sin

@@ -65,13 +65,17 @@ class PackedChannelNorm(PackedModule):
         weight, bias = self.weight, self.bias
         if not self.training:
             return self._fixed(input) if self._is_fixed(input) else super().forward(input)
+        call = self._packed_call((), input.device)
         few = self._few_elements(input)
         self._note_call(few)
-        if few is not None:
-            return super().forward(input)
-        call = self._packed_call((), input.device)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
-        is_exact = call.is_exact or input.dim() < 2 or not input.numel() or any(map(is_dtensor, (input, weight, bias)))
+        is_exact = (
+            call.is_exact
+            or few is not None
+            or input.dim() < 2
+            or not input.numel()
+            or any(map(is_dtensor, (input, weight, bias)))
+        )
         if is_exact or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)
         run: Callable[[Tensor], Tensor] = super().forward

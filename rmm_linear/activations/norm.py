@@ -82,11 +82,11 @@ class PackedNorm(PackedModule):
         (input,) = values
         if is_dtensor(input):
             return self._sharded(input, form.dims)
+        call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         few = few_elements(input.shape[input.dim() - form.dims :].numel(), self.rmm_config.norm_bits)
         if few is not None:
             self._note_call(few)
             return super().forward(input)
-        call = self._packed_call(tuple(input.shape[: input.dim() - form.dims]), input.device)
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
         is_trained = input.requires_grad or (weight is not None and weight.requires_grad)
         if call.is_exact or not (torch.is_grad_enabled() and is_trained) or any(map(is_dtensor, (input, weight, bias))):

@@ -53,7 +53,10 @@ OWN_CODE = ["attention own code", "activation own code", "linear own code"]
 WITHOUT = {
     ("attention roberta", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
     ("attention llama", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",
-    **{(name, "padding"): "what is saved has rows of padding too" for name in (*OWN_CODE, "convolution")},
+    **{
+        (name, "padding"): "what is saved has rows of padding too"
+        for name in (*OWN_CODE, "convolution", "attention softmax")
+    },
     ("attention own code", "shapes"): "transformers cannot reshape what is empty",
     ("attention own code llama", "widths"): "a rotary embedding needs an even width of heads",
     ("attention own code roberta", "without random numbers"): "it has dropout",

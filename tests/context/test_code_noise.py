@@ -1,0 +1,218 @@
+"""Codes that add more noise than their gradient bears take more bits after the first steps."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from helpers import bytes_kept
+from torch import nn
+
+from rmm_linear import RMMConfig, convert, revert
+from rmm_linear.context.code_noise import MOST_NOISE, CodeNoise, width_below
+from rmm_linear.context.learned import STEPS
+from rmm_linear.conversion.exact import set_aside
+from rmm_linear.conversion.state import load_sketch_state, sketch_state
+
+
+class Images(nn.Module):
+    """SiLU of small numbers, where its derivative is nearly the same everywhere, and BatchNorm behind it or not."""
+
+    def __init__(self, normalizes=True):
+        super().__init__()
+        self.first, self.act, self.last = nn.Conv2d(3, 16, 1), nn.SiLU(), nn.Conv2d(16, 8, 1)
+        self.norm = nn.BatchNorm2d(8) if normalizes else nn.Identity()
+        self.weights = nn.Parameter(torch.randn(8, 8, 8), requires_grad=False)
+        nn.init.normal_(self.first.weight, 0, 0.02)
+
+    def forward(self, x):
+        return (self.norm(self.last(self.act(self.first(x)))) * self.weights).sum()
+
+
+class Classes(nn.Module):
+    """Two layers that read the same tokens, whose two classes pull in opposite directions, or not."""
+
+    def __init__(self, is_balanced=True):
+        super().__init__()
+        self.one, self.other, self.act = nn.Linear(32, 16), nn.Linear(32, 16), nn.ReLU()
+        sign = torch.ones(64) if not is_balanced else torch.arange(64).remainder(2) * 2.0 - 1
+        self.signs = nn.Parameter(sign.unsqueeze(1), requires_grad=False)
+
+    def forward(self, x):
+        x = self.act(x)
+        return ((self.one(x) + self.other(x).tanh()) * self.signs).sum()
+
+
+def made(kind, *arguments):
+    torch.manual_seed(0)
+    model = kind(*arguments).train()
+    if kind is Images:
+        return model, torch.randn(4, 3, 8, 8), {"operations": ["activation"]}
+    return model, torch.randn(1, 32).expand(64, 32) + 0.05 * torch.randn(64, 32), {"min_rows": 8}
+
+
+def step(model, x):
+    model.zero_grad()
+    model(x).backward()
+    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
+
+
+def converted(kind, *arguments, steps=STEPS + 1):
+    model, x, how = made(kind, *arguments)
+    report = convert(model, **how)
+    for _ in range(steps):
+        step(model, x)
+    return model, x, report
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_useless", "found"),
+    [(Images, True, ["act"]), (Images, False, []), (Classes, True, ["one", "other"]), (Classes, False, [])],
+)
+def test_what_takes_more_bits_and_says_so(kind, is_useless, found, caplog):
+    caplog.set_level(logging.INFO, "rmm_linear")
+    _, _, report = converted(kind, is_useless)
+    assert sorted(report.widened) == found
+    assert all(noise > MOST_NOISE for _, noise in report.widened.values())
+    assert (f"the codes of {len(found)} converted modules" in caplog.text) == bool(found)
+    for name, (bits, noise) in report.widened.items():
+        assert f"now {bits} bits, as noise was {noise:.2g} of the gradient" in report.table()
+        assert report.to_dict()["widened"][name] == [bits, noise]
+
+
+def noise(model, x, name, draws):
+    """‖ĝ − g‖ / ‖g‖ of a parameter, over draws."""
+    exact = copy.deepcopy(model)
+    revert(exact)
+    step(exact, x)
+    expected, found = exact.get_parameter(name).grad, []
+    with set_aside(model):
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            step(model, x)
+            found.append(float((model.get_parameter(name).grad - expected).square().sum()))
+    return (sum(found) / draws) ** 0.5 / float(expected.norm())
+
+
+@pytest.mark.parametrize(("kind", "module", "name"), [(Images, "act", "first.bias"), (Classes, "one", "one.weight")])
+def test_the_noise_is_that_of_the_parameter_and_falls_below_the_bound(kind, module, name):
+    """Of 16 numbers or more and 24 draws, a mean square lies within a third of its expectation."""
+    model, x, report = converted(kind, steps=STEPS)
+    before = noise(model, x, name, 24)
+    for _ in range(2 * STEPS):
+        step(model, x)
+    estimate = report.widened[module][1]
+    assert estimate > MOST_NOISE
+    if estimate < 3:  # above it, little of what is left besides noise is known
+        assert abs(estimate / before - 1) < 0.35
+    assert before > MOST_NOISE > noise(model, x, name, 24)
+
+
+def test_layers_that_share_a_code_still_do():
+    model, x, report = converted(Classes)
+    bits = report.widened["one"][0]
+    assert report.widened["one"] == report.widened["other"]
+    assert report.groups == [("one", "other")]
+    exact = made(Classes)[0]
+    convert(exact, bits=bits, min_rows=8, operations=["linear", "activation"])
+    for _ in range(3):
+        step(exact, x)
+    assert bytes_kept(model, x) == bytes_kept(exact, x)
+
+
+def test_gradients_and_seeds_are_the_same_until_then_and_nothing_is_looked_at_after_it():
+    """What is looked at draws no random numbers."""
+    model, x, report = converted(Images, False)
+    twin, _, how = made(Images, False)
+    convert(twin, **how).context.noise = CodeNoise().settled()
+    for _ in range(STEPS + 1):
+        step(twin, x)
+    assert report.context.noise.rounds > 0
+    assert not report.context.noise.is_observing
+    assert not report.context.noise.is_full
+    assert model.act._packed_call((4, 3, 8), x.device).noise is None
+    torch.manual_seed(5)
+    one = step(model, x)
+    torch.manual_seed(5)
+    assert all(map(torch.equal, one, step(twin, x)))
+
+
+@pytest.mark.parametrize("way", ["copy", "pickle", "state"])
+def test_copies_and_saved_states_know_it(way):
+    model, x, report = converted(Images)
+    if way == "state":
+        twin, _, how = made(Images)
+        convert(twin, **how)
+        load_sketch_state(twin, sketch_state(model))
+    else:
+        twin = copy.deepcopy(model) if way == "copy" else pickle.loads(pickle.dumps(model))
+    assert twin.act.rmm_bits == 8
+    assert twin.act.rmm_context.noise.widened == report.context.noise.widened
+    assert twin.act.rmm_context.noise.rounds == report.context.noise.rounds
+    assert bytes_kept(twin, x) == bytes_kept(model, x)
+    revert(twin)
+    assert not any("rmm" in name for module in twin.modules() for name in vars(module))
+
+
+def test_a_state_of_other_modules_is_refused():
+    model, _, _ = converted(Images)
+    state = sketch_state(model)
+    for widened, message in (({"another": [8, 2.0]}, "got 'another' in addition"), ({"act": [8]}, "the result of")):
+        with pytest.raises(ValueError, match=message):
+            load_sketch_state(model, {**state, "code_noise": {"rounds": 1, "widened": widened}})
+    assert sketch_state(model) == state
+
+
+def test_passes_that_are_no_training_steps_do_not_count():
+    model, x, how = made(Images)
+    report = convert(model, **how)
+    with torch.no_grad():
+        model(x)
+    with set_aside(model):
+        for _ in range(STEPS + 1):
+            step(model, x)
+    assert report.widened == {}
+    assert report.context.noise == CodeNoise()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        for _ in range(STEPS + 1):
+            step(model, x)
+    assert list(report.widened) == ["act"]
+
+
+def test_steps_that_overflow_count_nothing():
+    model, x, how = made(Images)
+    report = convert(model, **how)
+    (model(x) * torch.inf).backward()
+    for _ in range(STEPS):
+        step(model, x)
+    assert list(report.widened) == ["act"]
+
+
+@pytest.mark.parametrize(("kind", "how"), [(Classes, {"bits": 8}), (Classes, {"bits": 1.6}), (Classes, {"ratio": 0.5})])
+def test_what_takes_no_more(kind, how):
+    """The widest codes; normal ones and sketches of fewer rows, which are not looked at."""
+    model, x, fields = made(kind)
+    report = convert(model, RMMConfig(**fields, **how))
+    for _ in range(STEPS + 1):
+        step(model, x)
+    assert report.widened == {}
+
+
+def test_rounds_end():
+    noise = CodeNoise()
+    for count in range(1, 4):
+        for _ in range(STEPS):
+            assert noise.is_observing
+            noise.note_pass()
+        noise.add(0, torch.tensor(1.0), torch.tensor(1.0))
+        noise.add(1, torch.tensor(1.0), torch.tensor(100.0))
+        assert noise.decide([(1, 2)]) == {0: 1000.0}
+        noise.settle({0: (8, 1000.0)})
+        assert noise.rounds == count
+    assert not noise.is_observing
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(0.6, 4), (2.0, 8), (1000.0, 8)])
+def test_as_few_bits_as_are_enough(noise, expected):
+    assert width_below(noise, {2: 0.5, 3: 0.2, 4: 0.1, 8: 0.006}, 3) == expected
