@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from helpers import bytes_kept
+from module_cases import aligned
+from statistical import Z, z_scores
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -207,3 +209,80 @@ def test_a_step_is_simulated_with_what_it_saves():
     saved = [C * 4 * (62 - 2 * i) ** 2 * 4 for i in range(6)]
     assert expected - simulate(model, x).bytes > 0.8 * sum(saved[:-1])
     assert all(torch.equal(one, before[name]) for name, one in buffers(model).items())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_frozen_norm_of_a_model_that_trains_saves_no_input(is_trained, layout):
+    """dX is that of an affine map, to rounding; dγ is made of codes of the input, and unbiased."""
+    model, exact = pair(nn.BatchNorm2d(C), norm_bits=4)
+    steps(model), steps(exact)
+    for one in (model, exact):
+        one[1].eval()
+        for parameter in one[1].parameters():
+            parameter.requires_grad_(is_trained)
+    x, before = images().to(memory_format=layout), buffers(model)
+    saved = [bytes_kept(one, x) for one in (model, exact)]
+    elements = 4 * C * 12 * 12
+    of_others = 4 * x.numel(), 4 * elements  # the convolution's input, and ReLU's output, or its mask
+    assert saved[1] == of_others[0] + of_others[1] + 4 * elements
+    coded = aligned(8, elements // 2, elements // 64) if is_trained else 0
+    assert saved[0] == of_others[0] + of_others[1] // 32 + coded + 4 * C
+    found, expected = [], None
+    for one in [exact] + [model] * 100:
+        one.zero_grad()
+        output = one(x)
+        (output * output.detach()).sum().backward()
+        gradients = {name: each.grad.clone() for name, each in one.named_parameters() if each.grad is not None}
+        expected = gradients if expected is None else expected
+        found.append(gradients)
+    found = found[1:]
+    assert found[0].keys() == expected.keys()
+    for name, one in expected.items():
+        errors = torch.stack([each[name] - one for each in found]).double()
+        if name == "1.weight":
+            assert abs(float(z_scores((errors * one).sum(1)))) < Z
+            assert 0 < float(errors[0].norm()) < 0.05 * float(one.norm())
+        else:
+            assert float(errors.abs().max()) < 1e-5 * float(one.abs().max())
+    assert_alike(model, exact)
+    assert all(torch.equal(one, before[name]) for name, one in buffers(model).items())
+
+
+@pytest.mark.parametrize(
+    ("norm", "shape", "count"),
+    [
+        (nn.BatchNorm1d(C), (4, C), 4),
+        (nn.BatchNorm2d(C), (1, C, 2, 2), 4),
+        (nn.GroupNorm(8, C), (5, C, 2), 4),
+        (nn.InstanceNorm1d(C), (5, C, 3), 3),
+        (nn.InstanceNorm1d(C), (C, 3), 3),
+    ],
+)
+def test_a_call_of_few_elements_is_exact_and_named(norm, shape, count):
+    model = nn.Sequential(norm).train()
+    exact = copy.deepcopy(model)
+    report = convert(model, operations=["norm"])
+    x, more = torch.randn(shape, requires_grad=True), torch.randn(shape[0], C, 40, requires_grad=True)
+    y = torch.randn(shape)
+    assert torch.equal(*(torch.autograd.grad(one(x), x, y)[0] for one in (model, exact)))
+    reason = f"it normalizes {count} elements, where noise of 3 bits would be more than a quarter of the gradient"
+    assert report.exact_calls == {"0": reason}
+    assert f"{reason}: stays exact" in " ".join(report.table().split())
+    if isinstance(norm, nn.BatchNorm2d):
+        more = more.unsqueeze(-1)
+    model(more)
+    assert report.exact_calls == {}
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_a_few_channels_side_by_side_are_no_group_of_a_code(channels):
+    """Which would have a scale of its own; gradients lie in memory as before."""
+    model = nn.Sequential(nn.InstanceNorm2d(channels)).train()
+    convert(model, operations=["norm"], norm_bits=4)
+    x = torch.randn(2, channels, 16, 16).to(memory_format=torch.channels_last).requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output, x, torch.randn_like(x))
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
+    elements, group = x.numel(), 64 if channels < 16 else 16
+    assert bytes_kept(model, x) == aligned(8, 4 * 2 * channels, elements // 2, elements // group)

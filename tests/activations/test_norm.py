@@ -131,3 +131,16 @@ def test_compilers_merge_the_copies_of_norms_that_read_the_same_input():
     compiled(x).sum().backward()
     assert graphs.counts[0]["rmm_linear.pack_norm.default"] == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_rows_of_few_elements_are_exact_and_named(norm):
+    """Of 4 elements, dX has 2 directions besides the noise of 4."""
+    for width in (4, 5):
+        model, x = nn.Sequential(norm(width)).train(), torch.randn(9, width, requires_grad=True)
+        y = torch.randn(9, width)
+        (expected,) = torch.autograd.grad(model(x), x, y)
+        report = convert(model, operations=["norm"])
+        (found,) = torch.autograd.grad(model(x), x, y)
+        assert torch.equal(found, expected) == (width == 4)
+        assert list(report.exact_calls) == (["0"] if width == 4 else [])
