@@ -172,7 +172,7 @@ class ChannelNormFunction(SavingFunction):
             x, of_weight, of_bias = channel_backward(y, stored, None if weight is None else weight.detach(), *how)
         grad_weight = of_weight.to(weight.dtype) if needs_weight and weight is not None else None
         grad_bias = of_bias.to(ctx.bias_dtype) if needs_bias else None
-        grad_input = _as_before(x, grad_output.shape, norm.is_last)
+        grad_input = _as_before(_without_means(x, norm.groups), grad_output.shape, norm.is_last)
         if norm.is_rearranged:
             grad_input = grad_input.contiguous(memory_format=LAST[grad_input.dim()])
         return grad_input, grad_weight, grad_bias, None, None, None
@@ -239,6 +239,18 @@ def _arranged(x: Tensor, is_last: bool) -> Tensor:
     if is_last:
         return x.movedim(1, -1).reshape(samples, -1, channels, 1).contiguous()
     return x.reshape(samples, 1, channels, -1).contiguous()
+
+
+def _without_means(x: Tensor, groups: int) -> Tensor:
+    """Take the mean of dX, arranged, out of every set of elements, in place: it is 0, but for the noise of the codes.
+
+    So biases in front of the norm have none, nor what else adds up to nothing there.
+    """
+    samples, places, channels, length = x.shape
+    sets = x.view(1, samples * places, channels, length) if groups == 0 else x.view(samples, places, groups, -1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sets.sub_(sets.mean((1, 3), keepdim=True, dtype=wide))
+    return x
 
 
 def _as_before(x: Tensor, shape: torch.Size, is_last: bool) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear.context.learned import STEPS
-from rmm_linear.sketches.seeds import is_capturing
+from rmm_linear.sketches.seeds import is_capturing, is_simulated
 
 MOST_NOISE = 0.5
 _ROUNDS = 3
@@ -58,11 +58,13 @@ class CodeNoise:
     @property
     def is_full(self) -> bool:
         """Whether a decision can be made."""
-        return self.rounds < _ROUNDS and self._passes >= STEPS
+        is_over = self.rounds < _ROUNDS and self._passes >= STEPS
+        return is_over and not any(is_capturing(one.device) for one in self._sums.values())
 
     def note_pass(self) -> None:
         """Note the end of a forward pass of training."""
-        self._passes += 1
+        if self.is_observing and not is_simulated():
+            self._passes += 1
 
     def add(self, index: int, variance: Tensor, square: Tensor) -> None:
         """Add V and the squared norm of one call, from its backward pass."""
@@ -73,12 +75,13 @@ class CodeNoise:
         self._sums[index] = self._sums[index] + found if index in self._sums else found
 
     def decide(self, groups: Iterable[tuple[int, ...]]) -> dict[int, float]:
-        """Return the noise by the gradient of the modules that have too much of it, and begin another round.
+        """Return the noise by the gradient of the modules that have too much of it, and end the round.
 
         groups: Indices of the modules that share a code.
         """
         sums, self._sums, self._passes = self._sums, {}, 0
-        if not sums:  # no backward pass
+        self.rounds += 1
+        if not sums:  # nothing had a backward pass, or nothing that is looked at
             return {}
         place = next(iter(sums.values())).device
         values = torch.stack([one.to(place) for one in sums.values()]).tolist()
@@ -89,12 +92,16 @@ class CodeNoise:
             together = [sum(column) for column in zip(*(each[index] for index in members), strict=True)]
             found |= dict.fromkeys(members, together)
         ratios = {index: _ratio(*one) for index, one in found.items()}
-        return {index: one for index, one in ratios.items() if one > MOST_NOISE}
+        useless = {index: one for index, one in ratios.items() if one > MOST_NOISE}
+        if not useless:
+            self.rounds = _ROUNDS
+        return useless
 
-    def settle(self, widened: Mapping[int, tuple[int, float]]) -> None:
-        """Note the modules that have taken more bits; without any, nothing more is looked at."""
+    def note_widened(self, widened: Mapping[int, tuple[int, float]]) -> None:
+        """Note the modules that have taken more bits; where none can, nothing more is looked at."""
         self.widened.update(widened)
-        self.rounds = self.rounds + 1 if widened else _ROUNDS
+        if not widened:
+            self.rounds = _ROUNDS
 
     def settled(self) -> CodeNoise:
         """Return a copy that looks at nothing more."""

@@ -313,14 +313,16 @@ class ModelContext:
     def _widen_codes(self, model: nn.Module) -> None:
         """Give the modules more bits whose codes have too much noise, and say so."""
         found = self.noise.decide(self.sketch_cache.groups)
-        modules = [one for one in model.modules() if vars(one).get("rmm_context") is self] if found else ()
-        widened = dict[int, tuple[int, float]]()
+        if not found:
+            return
+        widened, modules = dict[int, tuple[int, float]](), [one for one in model.modules() if "rmm_index" in vars(one)]
         for module in modules:
             index: int = vars(module)["rmm_index"]
-            bits: int | None = module._widen(found[index]) if index in found else None  # pyright: ignore
+            is_one = index in found and vars(module)["rmm_context"] is self
+            bits: int | None = module._widen(found[index]) if is_one else None  # pyright: ignore
             if bits is not None:
                 widened[index] = bits, found[index]
-        self.noise.settle(widened)
+        self.noise.note_widened(widened)
         if widened:
             self.checks.say_widened(sorted(widened))
 

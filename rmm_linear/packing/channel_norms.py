@@ -14,7 +14,9 @@ or not, so that E[ĥ ⟨ĥ, g⟩] = h ⟨h, g⟩ + v ∘ g in every set, whateve
 
     dX = rstd · (g − mean(g) − ĥ ⟨ĥ, g⟩ / M + v ∘ g / M)        dγ = Σ y ∘ ĥ        dβ = Σ y, exact
 
-has the exact mean. M is large, mostly: of BatchNorm, what is taken out is small.
+has the exact mean. M is large, mostly: of BatchNorm, what is taken out is small. The elements of dX of a set add up to
+zero; those of its estimate do not, as those of ĥ do not, and the module takes their mean out: noise adds up where a
+gradient does not, as in the biases in front of the norm.
 
 An input is passed on as (N, S, C, B), contiguous: (N, 1, C, L) where the positions of a channel lie side by side, and
 (N, L, C, 1) where the channels of a position do. Bytes: those of :func:`rmm_linear.packing.pack`, and 4 for each set.

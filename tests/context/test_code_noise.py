@@ -14,6 +14,7 @@ from rmm_linear.context.code_noise import MOST_NOISE, CodeNoise, width_below
 from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.exact import set_aside
 from rmm_linear.conversion.state import load_sketch_state, sketch_state
+from rmm_linear.planning import simulate
 
 
 class Images(nn.Module):
@@ -164,6 +165,14 @@ def test_a_state_of_other_modules_is_refused():
     assert sketch_state(model) == state
 
 
+def test_simulated_passes_do_not_count():
+    model, x, how = made(Images)
+    report = convert(model, **how)
+    for _ in range(STEPS + 1):
+        simulate(model, (x,))
+    assert report.context.noise == CodeNoise()
+
+
 def test_passes_that_are_no_training_steps_do_not_count():
     model, x, how = made(Images)
     report = convert(model, **how)
@@ -208,7 +217,7 @@ def test_rounds_end():
         noise.add(0, torch.tensor(1.0), torch.tensor(1.0))
         noise.add(1, torch.tensor(1.0), torch.tensor(100.0))
         assert noise.decide([(1, 2)]) == {0: 1000.0}
-        noise.settle({0: (8, 1000.0)})
+        noise.note_widened({0: (8, 1000.0)})
         assert noise.rounds == count
     assert not noise.is_observing
 
