@@ -12,7 +12,7 @@ has the exact mean. As of attention, dX does not need x.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from rmm_linear.packing.stored import SEED, Part, blank_stored, stored_bytes, vi
 from rmm_linear.sketches.seeds import fresh_seed, written
 
 
-def _parts(rows: int, columns: int, bits: int) -> list[Part]:
+def _parts(shape: Sequence[int], bits: int) -> list[Part]:
+    rows, columns = shape
     return [SEED, *packed_parts(rows, columns, bits)]
 
 
@@ -43,7 +44,7 @@ def _backward_samples(case: Case) -> Iterator[Call]:
 @operator("pack_softmax", samples=_samples, flops=lambda p, *_: (2 * GROUP + 2) * p[0] * p[1])
 def pack_softmax(p: Tensor, bits: int, seed: int | None) -> Tensor:
     """Store probabilities, shape (N, n), in few bits."""
-    parts = _parts(*p.shape, bits)
+    parts = _parts(p.shape, bits)
     stored = blank_stored(p, parts)
     place, codes, scales = views(stored, parts)
     seeds = fresh_seed(place, seed)
@@ -56,19 +57,19 @@ def pack_softmax(p: Tensor, bits: int, seed: int | None) -> Tensor:
 
 @pack_softmax.register_fake
 def _(p, bits, seed):
-    return p.new_empty(stored_bytes(_parts(*p.shape, bits)), dtype=torch.uint8)
+    return p.new_empty(stored_bytes(_parts(p.shape, bits)), dtype=torch.uint8)
 
 
 @operator("softmax_backward", samples=_backward_samples, flops=lambda y, *_: (2 * GROUP + 8) * y[0] * y[1])
 def softmax_backward(y: Tensor, stored: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Compute dX, shape (N, n), of a dtype, from what :func:`pack_softmax` has stored and the gradient of p."""
-    seeds, codes, scales = views(stored, _parts(*y.shape, bits))
+    seeds, codes, scales = views(stored, _parts(y.shape, bits))
     out, columns = y.new_empty(y.shape, dtype=dtype), y.shape[1]
     if not y.numel():
         return out
     wide = torch.promote_types(y.dtype, torch.float32)
     found = UNPACK(codes, scales, seeds, bits, columns, wide)
-    for part in row_parts(*y.shape, y.device):
+    for part in row_parts(len(y), columns, y.device):
         p, g = found[part].add_(1 / columns), y[part].to(wide)
         v = (scales_of(scales[part]).to(wide).square() / 12).repeat_interleave(GROUP, 1)[:, :columns]
         out[part] = (g - (p * g).sum(1, keepdim=True)).mul_(p).addcmul_(v, g).to(dtype)

@@ -14,7 +14,6 @@ from rmm_linear.context.code_noise import MOST_NOISE, CodeNoise, width_below
 from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.exact import set_aside
 from rmm_linear.conversion.state import load_sketch_state, sketch_state
-from rmm_linear.planning import simulate
 
 
 class Images(nn.Module):
@@ -163,14 +162,6 @@ def test_a_state_of_other_modules_is_refused():
         with pytest.raises(ValueError, match=message):
             load_sketch_state(model, {**state, "code_noise": {"rounds": 1, "widened": widened}})
     assert sketch_state(model) == state
-
-
-def test_simulated_passes_do_not_count():
-    model, x, how = made(Images)
-    report = convert(model, **how)
-    for _ in range(STEPS + 1):
-        simulate(model, (x,))
-    assert report.context.noise == CodeNoise()
 
 
 def test_passes_that_are_no_training_steps_do_not_count():
