@@ -68,11 +68,12 @@ class CodeNoise:
 
     def add(self, index: int, variance: Tensor, square: Tensor) -> None:
         """Add V and the squared norm of one call, from its backward pass."""
-        if isinstance(square, FakeTensor) or is_capturing(square.device):
+        if isinstance(square, FakeTensor) or square.device.type == "meta" or is_capturing(square.device):
             return
         found = torch.stack([variance.double(), square.double()])
         found = torch.where(found.isfinite().all(), found, 0)  # no step that overflowed
-        self._sums[index] = self._sums[index] + found if index in self._sums else found
+        known = self._sums.get(index)
+        self._sums[index] = found if known is None else known.to(found.device) + found
 
     def decide(self, groups: Iterable[tuple[int, ...]]) -> dict[int, float]:
         """Return the noise by the gradient of the modules that have too much of it, and end the round.
