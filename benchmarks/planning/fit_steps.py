@@ -169,9 +169,7 @@ def with_times(rows: Mapping[str, Any], seconds: Mapping[str, float]) -> list[An
     return [replace(row, **times.get(key, {})) for key, row in rows.items()]
 
 
-def options_of(
-    model: nn.Module, batch: Any, folder: str | None = None, allow: Collection[str] = ALLOW
-) -> Fitting:
+def options_of(model: nn.Module, batch: Any, folder: str | None = None, allow: Collection[str] = ALLOW) -> Fitting:
     """Measure all options of a model's blocks, once for all budgets."""
     with quiet():
         fitting = Fitting(model, batch, None, folder=folder, allow=allow)

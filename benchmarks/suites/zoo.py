@@ -161,7 +161,11 @@ def inputs(model: nn.Module, name: str, task: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     if task in TEXT or model.main_input_name == "input_ids":
         ids = torch.randint(5, 490, _TOKENS, generator=generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone() if task in TEXT else ids[:, 0] % _CLASSES}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "labels": ids.clone() if task in TEXT else ids[:, 0] % _CLASSES,
+        }
     takes: Any = model.main_input_name
     batch = {takes: torch.randn(_INPUTS[name if name in _INPUTS else takes], generator=generator)}
     batch["labels"] = torch.arange(len(batch[takes])) % _CLASSES
