@@ -1,7 +1,7 @@
 """Plans of fit for convolutional networks: of recomputation alone, which are exact, and of codes as well.
 
-A budget is what a process has before a step, and a share of what the exact step's peak has above it. Budgets of
-"least" are the least memory that is found.
+The floor is what no plan can save: parameters, buffers, and gradients of all parameters that are trained. A budget is
+the floor and a share of what the exact step's peak has above it, or the least memory that is found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.planning import fit_steps
 from benchmarks.records import Origin
 from benchmarks.suites import models
 
-SHARES = (0.5, 0.25)
+SHARES = (0.5, 0.25, 0.15)
 LEAST = "least"
 METHODS = {
     "recomputation": (library.KEEP, library.RECOMPUTE),
@@ -30,9 +30,9 @@ class ImagePlan(Origin):
 
     model: str  # title, with the batch
     method: str  # "exact", or what a plan may have: "recomputation", or "codes" as well
-    budget: str = ""  # the share of what the exact peak has above ``before``, or "least"
+    budget: str = ""  # the share of what the exact peak has above the floor, or "least"
     memory: int | None = None  # the budget in bytes
-    before: int = 0  # bytes of parameters, buffers and gradients
+    floor: int = 0  # bytes of parameters, buffers and gradients
     simulated: int | None = None  # peak of a simulated step
     measured: int | None = None  # peak of a real step, live bytes
     time: float | None = None  # median seconds of a step by those of the exact step in the same run
@@ -53,13 +53,14 @@ def plans(title: str, made: Any, about: Mapping[str, Any], *, tiny: bool = False
     rows: dict[str, ImagePlan] = {}
     for method, allow in METHODS.items():
         fitting = fit_steps.options_of(model, batch, allow=allow)
-        before = fitting.static.before_step
-        base = ImagePlan(model=title, method=method, before=before, **about)
+        static = fitting.static
+        floor = static.parameters + static.buffers + static.gradients
+        base = ImagePlan(model=title, method=method, floor=floor, **about)
         if not rows:
-            peak = before + fit_steps.live_peak(model, runs[fit_steps.EXACT])
+            peak = static.before_step + fit_steps.live_peak(model, runs[fit_steps.EXACT])
             left = explained.after / explained.before
             rows[fit_steps.EXACT] = dataclasses.replace(base, method=fit_steps.EXACT, measured=peak, left=left)
-        budgets = {f"{share:g}": before + int(share * (fitting.exact_peak - before)) for share in SHARES}
+        budgets = {f"{share:g}": floor + int(share * (fitting.exact_peak - floor)) for share in SHARES}
         for budget, memory in ({LEAST: None} | budgets).items():
             key = f"{method} {budget}"
             here = dataclasses.replace(base, budget=budget, memory=memory)

@@ -68,7 +68,7 @@ _INPUT_SIZES = {
     "depth_coefficient": 1.0, "layerdrop": 0.0, "num_labels": _CLASSES,
 }  # fmt: skip
 _OWN: dict[str, dict[str, Any]] = {  # without which a type does not run on so small an input
-    **dict.fromkeys(("swin", "donut-swin"), {"depths": (2, 2, 2), "num_heads": (3, 6, 12)}),
+    **{name: {"depths": (2, 2, 2), "num_heads": (3, 6, 12)} for name in ("swin", "donut-swin")},
     "cvt": {"depth": (1, 2, 3)}, "efficientnet": {"hidden_dim": 1280},
 }  # fmt: skip
 _STAGES = "depths", "depth"
