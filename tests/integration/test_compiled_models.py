@@ -47,9 +47,9 @@ def inputs_of(architecture):
     return batch
 
 
-def saved_bytes(model, run):
-    """Of the storages that ``run()`` saves, parameters and buffers aside; and what it returns."""
-    given = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+def saved_bytes(model, run, batch):
+    """Of the storages that ``run()`` saves, parameters, buffers and the batch aside; and what it returns."""
+    given = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers(), *batch.values())}
     storages = {}
 
     def pack(tensor):
@@ -71,12 +71,12 @@ def test_a_model_is_one_graph_with_the_exact_outputs_and_the_bytes_of_eager_code
     expected = Graphs().compile(exact)(**batch).logits
     graphs = Graphs()
     compiled = graphs.compile(model)
-    eager, _ = saved_bytes(model, lambda: model(**batch).logits)
-    found, logits = saved_bytes(model, lambda: compiled(**batch).logits)
+    eager, _ = saved_bytes(model, lambda: model(**batch).logits, batch)
+    found, logits = saved_bytes(model, lambda: compiled(**batch).logits, batch)
     assert torch.equal(logits, expected)
     assert graphs.counts[0] == {f"rmm_linear.{name}.default": n for name, n in OPERATORS[architecture].items()}
     assert found < 1.05 * eager + POOLED
-    whole, _ = saved_bytes(exact, lambda: exact(**batch).logits)
+    whole, _ = saved_bytes(exact, lambda: exact(**batch).logits, batch)
     assert found < 0.25 * whole
     logits.square().mean().backward()
     assert len(graphs.counts) == 2
