@@ -10,7 +10,7 @@ from benchmarks.library import QUALITIES, SAMPLERS, table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
 from benchmarks.suites import growth, host, linear, models, operators
-from benchmarks.suites.zoo import ZooRow
+from benchmarks.suites.zoo import TEXT, ZooRow
 
 _ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
 
@@ -191,19 +191,25 @@ def _zoo(rows: Sequence[ZooRow]) -> str:
 
 
 def _zoo_counts(rows: Sequence[ZooRow]) -> str:
+    kinds = {row.task: "text" if row.task in TEXT else row.task for row in rows}
+    counted = [_zoo_count([row for row in rows if kinds[row.task] == kind]) for kind in dict.fromkeys(kinds.values())]
+    lines = [(title, *(str(one[title]) for one in counted)) for title in counted[0]]
+    return table(("", *dict.fromkeys(kinds.values())), lines)
+
+
+def _zoo_count(rows: Sequence[ZooRow]) -> dict[str, str | int]:
     found = [row for row in rows if row.status == "ok"]
     shares = sorted(row.share for row in found)
-    lines = {
+    return {
         "types measured": len(found),
         "bytes left, median": f"{100 * statistics.median(shares):.0f} %",
         "bytes left, nine of ten at most": f"{100 * shares[-(-9 * len(shares) // 10) - 1]:.0f} %",
         "logits equal to the bit, of those that have them": f"{sum(row.logits == 'equal' for row in found)} of "
         f"{sum(row.logits != 'none' for row in found)}",
-        "same parameters have a gradient": f"{sum(row.gradients == 'same' for row in found)}",
-        "as before after `revert`": f"{sum(row.reverted == 'same' for row in found)}",
+        "same parameters have a gradient": sum(row.gradients == "same" for row in found),
+        "as before after `revert`": sum(row.reverted == "same" for row in found),
         "types that these small sizes do not build, or that took too long": len(rows) - len(found),
     }
-    return table(("", ""), [(title, str(value)) for title, value in lines.items()])
 
 
 TABLES: dict[str, Table] = {
