@@ -77,7 +77,7 @@ def convolutions(*, tiny: bool = False) -> Study:
     sizes: dict[str, Any] = {"embedding_size": 16 if tiny else 32, "hidden_sizes": [16, 16] if tiny else [32, 64]}
     sizes |= {"depths": [1, 1] if tiny else [2, 2], "layer_type": "basic"}
     methods = ("exact", "wide", "tenth")
-    how = {"steps": 12 if tiny else 400, "every": 6 if tiny else 50, "larger": 4}
+    how = {"steps": 12 if tiny else 200, "every": 6 if tiny else 20, "larger": 4}
     return _digits("convolutions", "ResNet", sizes, methods, **how)
 
 
