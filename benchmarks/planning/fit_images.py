@@ -17,6 +17,7 @@ from benchmarks.records import Origin
 from benchmarks.suites import models
 
 SHARES = (0.5, 0.25, 0.15)
+_ROUNDS = 3
 LEAST = "least"
 METHODS = {
     "recomputation": (library.KEEP, library.RECOMPUTE),
@@ -73,4 +74,4 @@ def plans(title: str, made: Any, about: Mapping[str, Any], *, tiny: bool = False
                 plan=fit_steps.counts(found.plan.blocks),
             )  # fmt: skip
             runs[key] = fit_steps.step_of(found.plan.apply(models.twin(model)), batch)
-    return fit_steps.with_times(rows, fit_steps.medians(model, runs, 1 if tiny else fit_steps.ROUNDS))
+    return fit_steps.with_times(rows, fit_steps.medians(model, runs, 1 if tiny else _ROUNDS))
