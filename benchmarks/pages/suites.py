@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.library import QUALITIES, SAMPLERS, table
+from benchmarks.noise.blocks import LeftRow
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
 from benchmarks.suites import growth, host, linear, models, operators
@@ -179,6 +180,19 @@ _MAKERS = {
 }
 
 
+def _blocks_left(rows: Sequence[LeftRow]) -> str:
+    families: dict[str, list[LeftRow]] = {}
+    for row in rows:
+        families.setdefault(row.case, []).append(row)
+    spec: dict[str, Cell] = {
+        "family": lambda found: found[0].case,
+        "exact, MiB": lambda found: f"{found[0].exact / 2**20:.1f}",
+        "remaining share": lambda found: f"{found[0].share:.3f}",
+        "what remains above 2 %": lambda found: "; ".join(f"{row.share:.1%}: {row.reason}" for row in found[1:]),
+    }
+    return columns(families.values(), spec)
+
+
 def _zoo(rows: Sequence[ZooRow]) -> str:
     spec = {
         "type": of("model"),
@@ -213,6 +227,7 @@ def _zoo_count(rows: Sequence[ZooRow]) -> dict[str, str | int]:
 
 
 TABLES: dict[str, Table] = {
+    "blocks-left": from_csv("blocks-left", LeftRow, _blocks_left),
     "zoo": from_csv("zoo", ZooRow, _zoo),
     "zoo-counts": from_csv("zoo", ZooRow, _zoo_counts),
     "noise": from_csv("noise", Surveyed, _survey),
