@@ -154,12 +154,21 @@ def pair():
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ({"features": nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()), "head": nn.Flatten()}, "features.0 features.1 head"),
+        (
+            {"features": nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()), "head": nn.Flatten()},
+            "features.0 features.1 head",
+        ),
         ({"stem": nn.Conv2d(4, 4, 3), "a": pair(), "b": pair(), "c": pair()}, "stem a b c"),
-        ({"encoder": Parts(layers=nn.Sequential(pair(), pair())), "decoder": pair()}, "encoder.layers.0 encoder.layers.1 decoder"),
-        ({"one": Dense({"a": pair(), "b": pair()}), "two": Dense({"a": pair(), "b": pair()})}, "one.a one.b two.a two.b"),
+        (
+            {"encoder": Parts(layers=nn.Sequential(pair(), pair())), "decoder": pair()},
+            "encoder.layers.0 encoder.layers.1 decoder",
+        ),
+        (
+            {"one": Dense({"a": pair(), "b": pair()}), "two": Dense({"a": pair(), "b": pair()})},
+            "one.a one.b two.a two.b",
+        ),
     ],
     ids=["chain", "siblings", "list", "lists in lists"],
-)  # fmt: skip
+)
 def test_blocks_of_networks_of_images(parts, expected):
     assert find_blocks(Parts(**parts)) == expected.split()
