@@ -16,9 +16,10 @@ from typing import Any
 
 from benchmarks.library import Option, choose, peak_of
 from benchmarks.planning import fit_frontier, fit_images, fit_neighbours, fit_paper
+from benchmarks.planning.fit_images import IMAGES
 from benchmarks.planning.fit_paper import LARGE, PLACES
 from benchmarks.planning.fit_steps import MODELS, SEED
-from benchmarks.planning.networks import IMAGES, small
+from benchmarks.planning.networks import small
 from benchmarks.records import Origin, add_choices, add_output, known_rows, origin, show, write_rows
 
 SIZES = (12, 24, 48, 96, 200)

@@ -13,9 +13,11 @@ from typing import Any
 
 from benchmarks import library
 from benchmarks.planning import fit_steps
+from benchmarks.planning.networks import images
 from benchmarks.records import Origin
 from benchmarks.suites import models
 
+IMAGES = images(96)
 SHARES = (0.5, 0.25, 0.15)
 _ROUNDS = 3
 LEAST = "least"
