@@ -18,7 +18,7 @@ from benchmarks.records import Origin
 from benchmarks.suites import models
 
 IMAGES = images(96)
-SHARES = (0.5, 0.25, 0.15)
+SHARES = (0.75, 0.5)
 _ROUNDS = 3
 LEAST = "least"
 METHODS = {
