@@ -247,7 +247,7 @@ def _images(rows: Sequence[ImagePlan]) -> str:
             for title, cell in (("measured", peak), ("time", of("time", ".3f")))
         },
         "variance ratio": plan(codes, of("noise", ".2g")),
-        "bytes that `convert` leaves": first(of("left", ".1%")),
+        "bytes that `convert` leaves": first(lambda row: "" if row.left is None else f"{100 * row.left:.0f} %"),
         "plan with codes": plan(codes, lambda row: _worded(row.plan)),
     }
     return columns(lines, spec)

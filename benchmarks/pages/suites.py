@@ -188,7 +188,9 @@ def _blocks_left(rows: Sequence[LeftRow]) -> str:
         "family": lambda found: found[0].case,
         "exact, MiB": lambda found: f"{found[0].exact / 2**20:.1f}",
         "remaining share": lambda found: f"{found[0].share:.3f}",
-        "what remains above 2 %": lambda found: "; ".join(f"{row.share:.1%}: {row.reason}" for row in found[1:]),
+        "what remains above 2 %": lambda found: "; ".join(
+            f"{100 * row.share:.1f} %: {row.reason}" for row in found[1:]
+        ),
     }
     return columns(families.values(), spec)
 
