@@ -103,7 +103,8 @@ def _through_training(noises: Sequence[Noisy]) -> str:
             some = blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]
             for block in (*some, _WHOLE):
                 cells = [_ratio(sums(operation, block, step)) for step in steps]
-                lines.append((TITLES[study], operation, block, *cells))
+                if {*cells} - {"0", ""}:  # else nothing of the operation is compressed there
+                    lines.append((TITLES[study], operation, block, *cells))
         for block in (*blocks, _WHOLE):
             found = [[sgd for _, sgd in sums("all", block, step)] for step in steps]
             cells = [f"{statistics.median(each):.2g}" if each else "" for each in found]
