@@ -36,7 +36,7 @@ COMMANDS = {
         "noise: what whole blocks save, the noise of it, and the peaks and times of their steps",
     ),
     "frontier": ("frontier.command", "frontier: accuracy, bytes and time of methods that train; resumes"),
-    "zoo": ("suites.zoo", "suites: every text model of transformers, small: bytes left, outputs, gradients"),
+    "zoo": ("suites.zoo", "suites: every type of model of transformers, small: bytes left, outputs, gradients"),
     "table": ("pages.fill", "pages: write the tables of README and docs/ from the csv files"),
 }
 

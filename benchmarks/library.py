@@ -20,6 +20,7 @@ from rmm_linear.conversion.explain import explain
 from rmm_linear.fitting import times
 from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import SETTINGS, Conversions, Setting
 from rmm_linear.fitting.shards import Shards

@@ -154,6 +154,8 @@ def tiny_model(architecture, dropout=0.1, layers=2, width=16):
         "num_heads": 2,
     }
     t5 |= {"dropout_rate": dropout, "decoder_start_token_id": 0}
+    resnet = {"embedding_size": width, "hidden_sizes": [width, 2 * width], "depths": [layers] * 2, "num_labels": 2}
+    resnet |= {"layer_type": "basic"}
     makers = {
         "roberta": lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**sizes, **encoder)),
         "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**sizes, **encoder)),
@@ -162,6 +164,7 @@ def tiny_model(architecture, dropout=0.1, layers=2, width=16):
         "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=4)),
         "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**vit, **encoder)),
         "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
+        "resnet": lambda: hf.ResNetForImageClassification(hf.ResNetConfig(**resnet)),
     }
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -178,8 +181,9 @@ def token_ids(batch=4, length=20):
 
 def batch_of(architecture, length=20):
     """What the model is called with; some of the tokens are padding, except for GPT-2, which has none."""
-    if architecture == "vit":
-        return {"pixel_values": torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+    if architecture in ("vit", "resnet"):
+        side = 16 if architecture == "vit" else 32
+        return {"pixel_values": torch.randn(4, 3, side, side, generator=torch.Generator().manual_seed(1))}
     ids = token_ids(4, length)
     mask = torch.ones_like(ids)
     mask[1, 12:] = 0

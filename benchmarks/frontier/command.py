@@ -16,7 +16,7 @@ from benchmarks.frontier.study import GLOSSES, check_glosses
 from benchmarks.records import RESULTS, add_choices, add_output, known_rows, origin
 
 PARTS = ("cost", "shares", "accuracy", "curves")
-_STUDIES = ("images", "language")
+_STUDIES = ("images", "convolutions", "language")
 _TASKS = ("sst2", "cola", "stsb", "rte", "sst2-full", "cola-long", "cola-slow", "cola-raised")
 
 
@@ -58,7 +58,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--data_dir must be a folder in the official GLUE layout; there is no {arguments.data_dir}.")
     if "curves" in arguments.parts and "language" in arguments.studies:
         check_glosses(Path(arguments.wordnet))
-    if "curves" in arguments.parts and "images" in arguments.studies and importlib.util.find_spec("sklearn") is None:
+    is_of_digits = "curves" in arguments.parts and {"images", "convolutions"} & {*arguments.studies}
+    if is_of_digits and importlib.util.find_spec("sklearn") is None:
         raise ImportError("The digits come from scikit-learn. pip install scikit-learn, or --studies language.")
 
 

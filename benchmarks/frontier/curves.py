@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
 from benchmarks.frontier.runs import Asked, go_on, put_run
-from benchmarks.frontier.study import GLOSSES, Study, images, language
+from benchmarks.frontier.study import GLOSSES, Study, convolutions, images, language
 from benchmarks.library import converted_modules
 from benchmarks.records import known_rows
 from rmm_linear.variance import gradient_noise
@@ -22,13 +22,14 @@ from rmm_linear.variance import gradient_noise
 Run = tuple[str, str, int, int]
 # Exact runs with smaller batches, by which the noise of methods is judged; only where a step sees rows for the first
 # time is a smaller batch nothing but noisier.
-SMALLER = {"images": (), "language": (7, 6, 4, 2, 1)}
+SMALLER = {"images": (), "convolutions": (), "language": (7, 6, 4, 2, 1)}
 _MEASURED = (0.02, 0.1, 0.5, 1.0)  # shares of the steps, after which the noise is measured
 _WARM_UP, _LEAST = 0.05, 0.1
 
 
 def make(study: str, glosses: str = GLOSSES, *, tiny: bool = False) -> Study:
-    return images(tiny=tiny) if study == "images" else language(glosses, tiny=tiny)
+    makers = {"images": images, "convolutions": convolutions}
+    return makers[study](tiny=tiny) if study in makers else language(glosses, tiny=tiny)
 
 
 def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: bool) -> tuple[list[Point], list[Noisy]]:

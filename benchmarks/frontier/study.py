@@ -1,4 +1,4 @@
-"""Models that are trained from scratch: a vision transformer on scikit-learn's digits, a LLaMA on WordNet's glosses.
+"""Models that are trained from scratch: a ViT and a ResNet on scikit-learn's digits, a LLaMA on WordNet's glosses.
 
 The tokenizer of the LLaMA is trained on the glosses too.
 """
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from benchmarks.suites.models import build
 
 Batch = dict[str, Tensor]
-TITLES = {"language": "LLaMA on glosses", "images": "ViT on digits"}  # as tables and pictures show studies
-BATCHES = {"language": 8, "images": 64}
+TITLES = {  # as tables and pictures show studies
+    "language": "LLaMA on glosses", "images": "ViT on digits", "convolutions": "ResNet on digits",
+}  # fmt: skip
+BATCHES = {"language": 8, "images": 64, "convolutions": 64}
 LONG = "cola-long"  # the task of ten epochs
 
 
@@ -63,13 +65,33 @@ class Study:
 
 
 def images(*, tiny: bool = False) -> Study:
+    width, layers = (32, 2) if tiny else (128, 4)
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": 4, "image_size": 8, "patch_size": 2}
+    methods = ("exact", "dense-10", "few-bits", "gact", "linears", "wide", "tenth", "narrow")
+    return _digits("images", "ViT", sizes, methods, steps=12 if tiny else 1500, every=6 if tiny else 100)
+
+
+def convolutions(*, tiny: bool = False) -> Study:
+    """Train a network of convolutions, BatchNorm, ReLU and pooling, on digits of 32 × 32."""
+    sizes: dict[str, Any] = {"embedding_size": 16 if tiny else 32, "hidden_sizes": [16, 16] if tiny else [32, 64]}
+    sizes |= {"depths": [1, 1] if tiny else [2, 2], "layer_type": "basic"}
+    methods = ("exact", "wide", "tenth")
+    how = {"steps": 12 if tiny else 200, "every": 6 if tiny else 20, "larger": 4}
+    return _digits("convolutions", "ResNet", sizes, methods, **how)
+
+
+def _digits(
+    name: str, kind: str, sizes: dict[str, Any], methods: tuple[str, ...], *, steps: int, every: int, larger: int = 1
+) -> Study:
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
+    pixels = pixels.repeat_interleave(larger, -1).repeat_interleave(larger, -2)
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    held_out, rest = (order[:40], order[360:520]) if tiny else (order[:360], order[360:])  # of 1797
+    held_out, rest = (order[:40], order[360:520]) if steps < 100 else (order[:360], order[360:])  # of 1797
     train, dev = ({"pixel_values": pixels[rows], "labels": labels[rows]} for rows in (rest, held_out))
 
     def error(logits: Tensor, labels: Tensor) -> float:
@@ -77,15 +99,11 @@ def images(*, tiny: bool = False) -> Study:
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        width, layers = (32, 2) if tiny else (128, 4)
-        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
-        sizes |= {"num_attention_heads": 4, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
-        return build("ViT", "ForImageClassification", **sizes)
+        return build(kind, "ForImageClassification", **sizes, num_channels=1, num_labels=10)
 
-    methods = ("exact", "dense-10", "few-bits", "gact", "linears", "wide", "tenth", "narrow")
     return Study(
-        title="ViT on digits", train=train, dev=dev, model=model, score=error, metric="error rate", batch=64,
-        steps=12 if tiny else 1500, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,
+        title=TITLES[name], train=train, dev=dev, model=model, score=error, metric="error rate", batch=BATCHES[name],
+        steps=steps, every=every, learning_rate=1e-3, methods=methods,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +57,8 @@ def _reached(points: Sequence[Point]) -> str:
         if row.step == row.steps and row.batch == BATCHES[row.study]:
             last.setdefault((row.study, row.method), {})[row.seed] = row
 
-    def mean_of(value: Callable[[Point], float], digits: int, study: str = "") -> Cell:
-        return lambda key: mean_text(list(map(value, last[key].values())), digits) if study in ("", key[0]) else ""
+    def mean_of(value: Callable[[Point], float], digits: int, studies: Iterable[str] = TITLES) -> Cell:
+        return lambda key: mean_text(list(map(value, last[key].values())), digits) if key[0] in studies else ""
 
     def difference(key: tuple[str, str]) -> str:
         exact = last.get((key[0], EXACT), {})
@@ -71,8 +71,8 @@ def _reached(points: Sequence[Point]) -> str:
         "training loss": mean_of(lambda row: row.train_loss, 4),
         "held-out loss": mean_of(lambda row: row.dev_loss, 4),
         "difference to exact": difference,
-        "tokens right, %": mean_of(lambda row: 100 * row.score, 2, "language"),
-        "images wrong, %": mean_of(lambda row: 100 * row.score, 2, "images"),
+        "tokens right, %": mean_of(lambda row: 100 * row.score, 2, ("language",)),
+        "images wrong, %": mean_of(lambda row: 100 * row.score, 2, ("images", "convolutions")),
         "seeds": lambda key: str(len(last[key])),
     }
     return columns(sorted(last, key=lambda key: [*TITLES].index(key[0])), spec)
@@ -103,7 +103,8 @@ def _through_training(noises: Sequence[Noisy]) -> str:
             some = blocks if operation == "all" else [*dict.fromkeys([*blocks[:1], *blocks[-1:]])]
             for block in (*some, _WHOLE):
                 cells = [_ratio(sums(operation, block, step)) for step in steps]
-                lines.append((TITLES[study], operation, block, *cells))
+                if {*cells} - {"0", ""}:  # else nothing of the operation is compressed there
+                    lines.append((TITLES[study], operation, block, *cells))
         for block in (*blocks, _WHOLE):
             found = [[sgd for _, sgd in sums("all", block, step)] for step in steps]
             cells = [f"{statistics.median(each):.2g}" if each else "" for each in found]

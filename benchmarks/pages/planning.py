@@ -12,6 +12,8 @@ from benchmarks.planning.chains import Run
 from benchmarks.planning.compiled import LEAST, SAME_SHARE, THEIR_PEAK, TORCH, Compiled
 from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
+from benchmarks.planning.fit_images import METHODS as OF_IMAGES
+from benchmarks.planning.fit_images import ImagePlan
 from benchmarks.planning.fit_neighbours import Neighbour
 from benchmarks.planning.fit_paper import METHODS, Paper
 from benchmarks.planning.fit_steps import EXACT, FIT
@@ -19,6 +21,7 @@ from benchmarks.planning.graphs import METHODS as GRAPH_METHODS
 from benchmarks.planning.graphs import Planned
 from benchmarks.planning.networks import PUBLISHED
 
+_PLANNED = [*OF_IMAGES]
 _ERROR = 3.0  # %, that a predicted peak may be from the measured one
 _CHAINS = {
     "cell": of("cell"),
@@ -215,6 +218,41 @@ def _fit_claims(rows: Sequence[Fitted]) -> str:
     return table(("plans", "count"), list(lines.items()))
 
 
+def _images(rows: Sequence[ImagePlan]) -> str:
+    """Lay out a line per budget, after that of the exact network."""
+    lines = list[dict[str, ImagePlan]]()
+    for _, group in groupby(rows, key=lambda row: row.model):
+        here = {(row.method, row.budget): row for row in group}
+        budgets = dict.fromkeys(budget for _, budget in here)
+        lines += [{one: here[one, budget] for one in (EXACT, *_PLANNED) if (one, budget) in here} for budget in budgets]
+
+    def first(cell: Cell) -> Cell:
+        return lambda line: cell(next(iter(line.values())))
+
+    def plan(method: str, cell: Cell) -> Cell:
+        return lambda line: cell(line[method]) if method in line else ""
+
+    def peak(row: ImagePlan) -> str:
+        least = re.search(r"the least is (\d+) bytes", row.status)
+        return f"above {number(int(least[1]), ',.1f', 1e-6)}" if least else megabytes("measured")(row)
+
+    codes = _PLANNED[-1]
+    spec: dict[str, Cell] = {
+        "network": first(of("model")),
+        "budget": first(lambda row: row.budget or EXACT),
+        "MB": first(lambda row: megabytes("measured" if row.method == EXACT else "memory")(row)),
+        **{
+            f"{method}: {title}": plan(method, cell)
+            for method in _PLANNED
+            for title, cell in (("measured", peak), ("time", of("time", ".3f")))
+        },
+        "variance ratio": plan(codes, of("noise", ".2g")),
+        "bytes that `convert` leaves": first(lambda row: "" if row.left is None else f"{100 * row.left:.0f} %"),
+        "plan with codes": plan(codes, lambda row: _worded(row.plan)),
+    }
+    return columns(lines, spec)
+
+
 def _neighbours(rows: Sequence[Neighbour]) -> str:
     """Lay out each of PyTorch's methods with the plan for its peak."""
     plans = {(row.model, row.beside): row for row in rows if row.method == FIT}
@@ -319,6 +357,7 @@ TABLES: dict[str, Table] = {
     "fit-methods": from_csv("fit-frontier", Fitted, _methods),
     "fit-claims": from_csv("fit-frontier", Fitted, _fit_claims),
     "fit-neighbours": from_csv("fit-neighbours", Neighbour, _neighbours),
+    "fit-images": from_csv("fit-images", ImagePlan, _images),
     "fit-solvers": from_csv("fit-solvers", Solved, _solvers),
     "fit-paper-claims": from_csv("fit-paper", Paper, _paper_claims),
     **{

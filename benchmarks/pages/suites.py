@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.library import QUALITIES, SAMPLERS, table
+from benchmarks.noise.blocks import LeftRow
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
 from benchmarks.suites import growth, host, linear, models, operators
-from benchmarks.suites.zoo import ZooRow
+from benchmarks.suites.zoo import TEXT, ZooRow
 
 _ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
 
@@ -179,6 +180,21 @@ _MAKERS = {
 }
 
 
+def _blocks_left(rows: Sequence[LeftRow]) -> str:
+    families: dict[str, list[LeftRow]] = {}
+    for row in rows:
+        families.setdefault(row.case, []).append(row)
+    spec: dict[str, Cell] = {
+        "family": lambda found: found[0].case,
+        "exact, MiB": lambda found: f"{found[0].exact / 2**20:.1f}",
+        "remaining share": lambda found: f"{found[0].share:.3f}",
+        "what remains above 2 %": lambda found: "; ".join(
+            f"{100 * row.share:.1f} %: {row.reason}" for row in found[1:]
+        ),
+    }
+    return columns(families.values(), spec)
+
+
 def _zoo(rows: Sequence[ZooRow]) -> str:
     spec = {
         "type": of("model"),
@@ -191,22 +207,29 @@ def _zoo(rows: Sequence[ZooRow]) -> str:
 
 
 def _zoo_counts(rows: Sequence[ZooRow]) -> str:
+    kinds = {row.task: "text" if row.task in TEXT else row.task for row in rows}
+    counted = [_zoo_count([row for row in rows if kinds[row.task] == kind]) for kind in dict.fromkeys(kinds.values())]
+    lines = [(title, *(str(one[title]) for one in counted)) for title in counted[0]]
+    return table(("", *dict.fromkeys(kinds.values())), lines)
+
+
+def _zoo_count(rows: Sequence[ZooRow]) -> dict[str, str | int]:
     found = [row for row in rows if row.status == "ok"]
     shares = sorted(row.share for row in found)
-    lines = {
+    return {
         "types measured": len(found),
         "bytes left, median": f"{100 * statistics.median(shares):.0f} %",
         "bytes left, nine of ten at most": f"{100 * shares[-(-9 * len(shares) // 10) - 1]:.0f} %",
         "logits equal to the bit, of those that have them": f"{sum(row.logits == 'equal' for row in found)} of "
         f"{sum(row.logits != 'none' for row in found)}",
-        "same parameters have a gradient": f"{sum(row.gradients == 'same' for row in found)}",
-        "as before after `revert`": f"{sum(row.reverted == 'same' for row in found)}",
+        "same parameters have a gradient": sum(row.gradients == "same" for row in found),
+        "as before after `revert`": sum(row.reverted == "same" for row in found),
         "types that these small sizes do not build, or that took too long": len(rows) - len(found),
     }
-    return table(("", ""), [(title, str(value)) for title, value in lines.items()])
 
 
 TABLES: dict[str, Table] = {
+    "blocks-left": from_csv("blocks-left", LeftRow, _blocks_left),
     "zoo": from_csv("zoo", ZooRow, _zoo),
     "zoo-counts": from_csv("zoo", ZooRow, _zoo_counts),
     "noise": from_csv("noise", Surveyed, _survey),

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.library import Option, choose, peak_of
-from benchmarks.planning import fit_frontier, fit_neighbours, fit_paper
+from benchmarks.planning import fit_frontier, fit_images, fit_neighbours, fit_paper
+from benchmarks.planning.fit_images import IMAGES
 from benchmarks.planning.fit_paper import LARGE, PLACES
 from benchmarks.planning.fit_steps import MODELS, SEED
+from benchmarks.planning.networks import small
 from benchmarks.records import Origin, add_choices, add_output, known_rows, origin, show, write_rows
 
 SIZES = (12, 24, 48, 96, 200)
@@ -81,13 +83,13 @@ def _solved(options: list[list[Option]], share: float) -> list[dict[str, Any]]:
     return [row | {"cost": row["cost"] / best} if row.get("cost") else row for row in rows]
 
 
-PARTS = ("frontier", "neighbours", "solvers", "paper")
+PARTS = ("frontier", "neighbours", "solvers", "paper", "images")
 _COMPARED_WITH_NEIGHBOURS = ("roberta", "llama")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choices(parser, "--parts", PARTS)
-    add_choices(parser, "--models", (*MODELS, *LARGE))
+    add_choices(parser, "--models", (*MODELS, *LARGE, *IMAGES))
     add_choices(parser, "--device", PLACES, "of part paper; all by default")
     add_output(parser)
 
@@ -113,7 +115,8 @@ def _key(row: Any) -> Any:
 def _place(row: Any) -> Any:
     if isinstance(row, fit_paper.Paper):
         return list(fit_paper.MODELS).index(row.model), list(PLACES).index(row.place)
-    return [title for title, _ in MODELS.values()].index(row.model) if hasattr(row, "model") else 0
+    titles = [title for title, _ in (*MODELS.values(), *IMAGES.values())]
+    return titles.index(row.model) if getattr(row, "model", "") in titles else 0
 
 
 Rows = Iterator[list[Any]]
@@ -140,4 +143,11 @@ def _paper(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) -> 
             yield [fit_paper.Paper(**row, **about) for row in fit_paper.place(model, device)]
 
 
-_PARTS: dict[str, Callable[..., Rows]] = dict(zip(PARTS, (_frontier, _neighbours, _solvers, _paper), strict=True))
+def _images(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) -> Rows:
+    for title, make in small(True).items() if tiny else (IMAGES[name] for name in arguments.models if name in IMAGES):
+        yield fit_images.plans(title, make(), about, tiny=tiny)
+
+
+_PARTS: dict[str, Callable[..., Rows]] = dict(
+    zip(PARTS, (_frontier, _neighbours, _solvers, _paper, _images), strict=True)
+)

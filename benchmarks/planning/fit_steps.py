@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.library import FitReport, Fitting, PlannedBlock, copied, find_blocks, quiet, run_step
+from benchmarks.library import ALLOW, FitReport, Fitting, PlannedBlock, copied, find_blocks, quiet, run_step
 from benchmarks.planning.networks import transformer
 from benchmarks.suites.models import build
 from rmm_linear.memory import peak
@@ -169,20 +169,21 @@ def with_times(rows: Mapping[str, Any], seconds: Mapping[str, float]) -> list[An
     return [replace(row, **times.get(key, {})) for key, row in rows.items()]
 
 
-def options_of(model: nn.Module, batch: Any, folder: str | None = None) -> Fitting:
+def options_of(model: nn.Module, batch: Any, folder: str | None = None, allow: Collection[str] = ALLOW) -> Fitting:
     """Measure all options of a model's blocks, once for all budgets."""
     with quiet():
-        fitting = Fitting(model, batch, None, folder=folder)
+        fitting = Fitting(model, batch, None, folder=folder, allow=allow)
         fitting.add_options(MAX_NOISE)
     return fitting
 
 
-def fitted(fitting: Fitting, memory: int) -> FitReport | str:
+def fitted(fitting: Fitting, memory: int | None) -> FitReport | str:
+    """Fit into a budget, or into the least; if nothing fits, say so."""
     fitting.total = memory
-    fitting.proposals = replace(fitting.proposals, budget=memory - fitting.static.before_step)
+    fitting.proposals = replace(fitting.proposals, budget=(memory or 0) - fitting.static.before_step)
     with quiet():
         try:
-            report = fitting.solved()
+            report = fitting.least() if memory is None else fitting.solved()
         except ValueError as error:
             _, is_budget, reason = str(error).partition("cannot be met: ")
             if not is_budget:

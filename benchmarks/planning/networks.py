@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -85,17 +86,27 @@ def transformer(name: str, batch: int, length: int, **sizes: Any) -> tuple[nn.Mo
 
 
 Made = tuple[nn.Module, Any]
+_BATCHES = {
+    "resnet50": ("ResNet-50", 4), "unet": ("U-Net", 2), "vgg19": ("VGG-19", 2), "googlenet": ("GoogLeNet", 8),
+    "densenet161": ("DenseNet-161", 2),
+}  # fmt: skip
+
+
+def images(side: int) -> dict[str, tuple[str, Callable[[], Made]]]:
+    """Map the names on the command line to title and maker, for images of a side."""
+    return {
+        name: (f"{title}, {batch} × {side}²", functools.partial(image_network, name, batch, side))
+        for name, (title, batch) in _BATCHES.items()
+    }
+
+
 _TEXT: dict[str, Any] = {"vocab_size": 4000, "num_hidden_layers": 12, "num_attention_heads": 4}
 _SMALL: dict[str, Callable[[], Made]] = {
     "RoBERTa 12 × 256, 8 × 128": lambda: transformer(
         "roberta", 8, 128, hidden_size=256, intermediate_size=1024, **_TEXT
     ),
     "LLaMA 12 × 256, 8 × 128": lambda: transformer("llama", 8, 128, hidden_size=256, intermediate_size=704, **_TEXT),
-    "ResNet-50, 4 × 160²": lambda: image_network("resnet50", 4, 160),
-    "U-Net, 2 × 160²": lambda: image_network("unet", 2, 160),
-    "VGG-19, 2 × 160²": lambda: image_network("vgg19", 2, 160),
-    "GoogLeNet, 8 × 160²": lambda: image_network("googlenet", 8, 160),
-    "DenseNet-161, 2 × 160²": lambda: image_network("densenet161", 2, 160),
+    **dict(images(160).values()),
 }
 # Sizes of Kusumoto et al. 2019, table 1; their figures below. VGG-19 and the U-Net are their own networks too.
 _PAPER: dict[str, Callable[[], Made]] = {

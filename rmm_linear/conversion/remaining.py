@@ -28,7 +28,7 @@ _LOSSES = r"LogSoftmax|Nll.*|BinaryCrossEntropy.*|_?ChunkedCrossEntropy"
 _WHY = {  # the first pattern that an operator's name matches says what it saves
     _LOSSES: _LOSS,
     r"Embedding.*": "the indices of an embedding",
-    r".*Convolution.*": "the input of a convolution that is not converted",
+    r".*Convolution.*": "the input of a convolution that is not converted, or has few positions",
     r"B?mm|Badd.*mm|Add.*mm|Mv|Dot|Linear|Mkldnn.*": "a factor of a matrix product that is in no converted layer",
     r"(Safe)?Softmax": "the probabilities of a softmax outside of an attention module",
     r"Gather|Index.*|Take.*|Scatter.*": "the tensor that is indexed, and the indices",

@@ -291,12 +291,16 @@ def test_hooks_for_saved_tensors_of_what_is_around():
 
 
 @pytest.mark.parametrize(("module", "shape"), [(nn.GLU(1), (3, 4, 8)), (nn.AdaptiveAvgPool1d(5), (3, 4, 8))])
-def test_where_the_output_has_another_shape_than_when_tried_it_is_exact(module, shape):
+def test_where_the_output_has_another_shape_than_when_tried_it_is_exact(module, shape, monkeypatch):
     assert elementwise_form(module, {}) is not None
     model, x = nn.Sequential(copy.deepcopy(module)), torch.randn(shape, requires_grad=True)
     convert(model, operations=("activation",))
     found, expected = (torch.autograd.grad(one(x).square().sum(), x)[0] for one in (model, module))
     assert torch.equal(found, expected)
+    forward, calls = type(module).forward, []
+    monkeypatch.setattr(type(module), "forward", lambda self, x: calls.append(x) or forward(self, x))
+    model(x)
+    assert len(calls) == 1  # after the first time it is not tried again
 
 
 def test_a_probe_sees_the_gradients_of_sources():

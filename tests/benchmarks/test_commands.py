@@ -15,8 +15,9 @@ from benchmarks.noise.blocks import BlockRow
 from benchmarks.planning.chains import Cost, Run, Subset, revolve
 from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
+from benchmarks.planning.fit_images import LEAST, ImagePlan
 from benchmarks.planning.fit_neighbours import Neighbour
-from benchmarks.planning.fit_steps import FIT
+from benchmarks.planning.fit_steps import EXACT, FIT
 from benchmarks.planning.graphs import Planned
 from benchmarks.planning.sweep import Waits
 from benchmarks.records import RESULTS, Row, Surveyed, read_rows
@@ -179,6 +180,16 @@ def test_plans_within_a_budget_and_what_they_are_compared_with(tmp_path: Path) -
     plans = [row for row in read_rows(tmp_path / "fit-neighbours.csv", Neighbour) if row.method == FIT]
     assert plans
     assert all(row.live is None or row.live <= (row.memory or 0) for row in plans)
+
+
+@pytest.mark.thorough
+def test_plans_of_networks_of_images_with_codes_need_less_memory(tmp_path: Path) -> None:
+    run(tmp_path, "fit", "--parts", "images")
+    rows = {(row.method, row.budget): row for row in read_rows(tmp_path / "fit-images.csv", ImagePlan)}
+    exact, *least = (rows[one].measured or 0 for one in ((EXACT, ""), ("recomputation", LEAST), ("codes", LEAST)))
+    assert exact > least[0] > least[1] > rows[EXACT, ""].floor
+    assert all(row.measured == row.simulated for row in rows.values() if row.plan)
+    assert all((row.measured or 0) <= row.memory for row in rows.values() if row.memory)
 
 
 @pytest.mark.thorough

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from cases import architectures
-from helpers import gradients, loss_of, snapshot, tiny_model
+from helpers import ALL_ARCHITECTURES, gradients, loss_of, snapshot, tiny_model
 from torch import nn
 
 from rmm_linear import convert
@@ -22,7 +21,7 @@ def step(model, architecture):
     return saved.total, {"loss": loss.detach(), **gradients(model)}
 
 
-@architectures
+@pytest.mark.parametrize("architecture", [*ALL_ARCHITECTURES, "resnet"])
 def test_everything_is_that_of_the_original_model(architecture):
     original, model = (tiny_model(architecture, dropout=0.1).train() for _ in range(2))
     convert(model, min_rows=4)

@@ -42,13 +42,16 @@ def made(name, **settings):
         model.set_attn_implementation("eager")
     if settings:
         convert(model, **settings)
-        if name != "roberta":
+        if name not in ("roberta", "resnet"):
             model.get_output_embeddings().rmm_chunk = 7
     return model
 
 
 def inputs_of(name, rank):
-    """Each rank has sequences of its own, of its own lengths; padding has no label."""
+    """Each rank has images of its own, or sequences, of its own lengths; padding has no label."""
+    if name == "resnet":
+        images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(rank))
+        return {"pixel_values": images, "labels": torch.arange(4) % 2}
     (found,) = batches(rank, 1)
     if name != "roberta":
         found["labels"] = found["input_ids"].masked_fill(found["attention_mask"] == 0, -100)
@@ -67,17 +70,22 @@ def step(network, inputs, outputs=None):
 def whole_step(wrap, name, rank):
     """Draws of all gradients of a wrapped model, against the wrapped exact one's."""
     inputs = inputs_of(name, rank)
-    want = step(wrap(made(name)), inputs)
-    sketched = wrap(made(name, **WHOLE_BODY))
+    exact, sketched = wrap(made(name)), wrap(made(name, **WHOLE_BODY))
+    want = step(exact, inputs)
     outputs = []
     torch.manual_seed(3)  # as set_seed does, on every rank alike
     with Counted() as reads:
-        found = [step(sketched, inputs, outputs) for _ in range(DRAWS)]
+        found = [step(sketched, inputs, outputs)]
+        buffers = [
+            float((one - other).abs().max()) for one, other in zip(exact.buffers(), sketched.buffers(), strict=True)
+        ]
+        found += [step(sketched, inputs, outputs) for _ in range(DRAWS - 1)]
     result = {
         "reads": reads.count,
         "lazy": all(isinstance(output.logits, LazyLogits) for output in outputs),
         "complete": found[0].keys() == want.keys(),
         "finite": all(bool(one.isfinite().all()) for one in found[-1].values()),
+        "buffers": max(buffers, default=0.0),
         "sums": [float(one.double().sum()) for one in found[-1].values()],
         **projection(found, want),
     }
@@ -136,6 +144,7 @@ def ddp(rank):
         "padding": whole_step(DistributedDataParallel, "roberta", rank)[0],
         "unused": whole_step(unused, "llama", rank)[0],
         "own code": whole_step(DistributedDataParallel, "t5 eager", rank)[0],
+        "images": whole_step(DistributedDataParallel, "resnet", rank)[0],
         "draws": draws_differ(rank),
         "own loss": {"ddp": own_loss(DistributedDataParallel, rank), "unused": own_loss(unused, rank)},
     }
@@ -175,8 +184,8 @@ def sharded(name, rank):
 
 
 def fsdp(rank):
-    """An encoder and a language model, and one whose root is sharded again after its forward pass."""
-    found = {name: sharded(name, rank) for name in ("roberta", "llama", "t5 eager")}
+    """An encoder, a language model, a network of images, and one whose root is sharded again after its forward pass."""
+    found = {name: sharded(name, rank) for name in ("roberta", "llama", "t5 eager", "resnet")}
     return {**found, "own loss": {"resharding": own_loss(resharding, rank)}}
 
 

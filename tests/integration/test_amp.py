@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import ROUGH_BODY, WHOLE_BODY, architectures
-from helpers import gradients, labelled, loss_of, tiny_model
+from helpers import ALL_ARCHITECTURES, gradients, labelled, loss_of, tiny_model
 from statistical import assert_unbiased
 
 from rmm_linear import convert
@@ -55,7 +55,7 @@ def without_attention_dropout(model):
 
 
 @types
-@architectures
+@pytest.mark.parametrize("architecture", [*ALL_ARCHITECTURES, "resnet"])
 def test_outputs_are_the_exact_models(architecture, types):
     """To the bit, hidden dropout included. Logits are read late. Gradients have the dtype of their weights."""
     dtype, autocast = types
@@ -80,7 +80,7 @@ def test_outputs_are_the_exact_models(architecture, types):
 
 @pytest.mark.diagonal
 @types
-@pytest.mark.parametrize("architecture", ["roberta", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("architecture", ["roberta", "gpt2", "llama", "t5", "resnet"])
 def test_gradients_are_unbiased_and_bytes_fewer(architecture, types):
     """The projection's band has room for the half type's own rounding."""
     dtype, autocast = types

@@ -1,4 +1,8 @@
-"""Find the blocks of a model: its outermost repeated modules, and the modules before, between and after them."""
+"""Find the blocks of a model: its outermost repeated modules, and the modules before, between and after them.
+
+Repeated are the entries of a list, and children of one class that a module has three or more of, as GoogLeNet has
+inceptions; an encoder and a decoder of one class are no blocks. Lists in lists are divided to the innermost.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,9 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Name the blocks of a model in its order: entries of lists of like modules, and the other modules.
+    """Name the blocks of a model in its order: repeated modules, and the other modules.
 
-    A model without such a list has its children as blocks.
+    A model without them has its children as blocks, and those of a plain ``nn.Sequential`` one by one.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
@@ -20,7 +24,7 @@ def find_blocks(model: nn.Module) -> list[str]:
     """
     if _repeats(model):
         return _split("", model)
-    return [name for child, module in model.named_children() for name in _callable(child, module)]
+    return [name for child, module in model.named_children() for name in _links(child, module)]
 
 
 def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
@@ -57,12 +61,22 @@ def _callable(name: str, module: nn.Module) -> list[str]:
     return [found for child, inner in module.named_children() for found in _callable(f"{name}.{child}", inner)]
 
 
+def _links(name: str, module: nn.Module) -> list[str]:
+    """Return the modules of a chain, of which none has several like ones."""
+    if type(module) is not nn.Sequential:
+        return _callable(name, module)
+    return [found for child, inner in module.named_children() for found in _links(f"{name}.{child}", inner)]
+
+
+_LISTS = nn.ModuleList, nn.Sequential, nn.ModuleDict
+_MANY = 3  # children of one class that are blocks, where no list has them
+
+
 def _repeated(module: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes that a list has several entries of."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        return set()
+    """Return the classes that a list has several entries of, or a module many children of."""
+    least = 2 if isinstance(module, _LISTS) else _MANY
     kinds = Counter(type(child) for child in module.children() if _is_callable(child) and any(child.children()))
-    return {kind for kind, count in kinds.items() if count > 1}
+    return {kind for kind, count in kinds.items() if count >= least}
 
 
 def _repeats(module: nn.Module) -> bool:
@@ -75,5 +89,6 @@ def _split(name: str, module: nn.Module) -> list[str]:
     found: list[str] = []
     for child, inner in module.named_children():
         path = f"{name}.{child}" if name else child
-        found += [path] if type(inner) in _repeated(module) else _split(path, inner)
+        is_block = type(inner) in _repeated(module) and not (isinstance(inner, _LISTS) and _repeated(inner))
+        found += [path] if is_block else _split(path, inner)
     return found

@@ -15,6 +15,7 @@ from torch import nn
 import rmm_linear
 from rmm_linear import RMMConfig
 from rmm_linear.planning import BlockPlan, PlannedBlock, plan_blocks, simulate
+from rmm_linear.planning.blocks.find import find_blocks
 from rmm_linear.planning.step.step import run_step
 
 SHARES = {"mlp": 0.6, "roberta": 0.6, "llama": 0.6, "cnn": 0.6, "unet": 0.75}
@@ -121,3 +122,53 @@ def cached():
 def test_what_cannot_be_planned_is_refused_with_the_remedy(make, memory, text):
     with pytest.raises(ValueError, match=text):
         plan_blocks(*make(), memory=memory)
+
+
+class Parts(nn.Module):
+    """Modules of its own, as networks of images have them."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x):
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+class Dense(nn.ModuleDict):
+    """A list that runs by itself."""
+
+    def forward(self, x):
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def pair():
+    return Parts(convolution=nn.Conv2d(4, 4, 3), act=nn.ReLU(inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            {"features": nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()), "head": nn.Flatten()},
+            "features.0 features.1 head",
+        ),
+        ({"stem": nn.Conv2d(4, 4, 3), "a": pair(), "b": pair(), "c": pair()}, "stem a b c"),
+        (
+            {"encoder": Parts(layers=nn.Sequential(pair(), pair())), "decoder": pair()},
+            "encoder.layers.0 encoder.layers.1 decoder",
+        ),
+        (
+            {"one": Dense({"a": pair(), "b": pair()}), "two": Dense({"a": pair(), "b": pair()})},
+            "one.a one.b two.a two.b",
+        ),
+    ],
+    ids=["chain", "siblings", "list", "lists in lists"],
+)
+def test_blocks_of_networks_of_images(parts, expected):
+    assert find_blocks(Parts(**parts)) == expected.split()
