@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import own_modules as own
 import torch
 import transformers as hf
 from channel_cases import CHANNEL_NORMS, POOLS
@@ -184,6 +185,16 @@ def convolution_bytes(bits):
         return aligned(8, codes(*shape, bits), scales(*shape))
 
     return saved
+
+
+def own_bytes(bits):
+    """Of all rows."""
+    return lambda stored, rows, width: aligned(8, codes(rows, width, bits), scales(rows, width))
+
+
+def scale_bytes(stored, rows, width):
+    """Of the features for their scale, and of both factors."""
+    return sum(own_bytes(bits)(stored, rows, width) for bits in (3, 4, 4))
 
 
 def experts_bytes(stored, rows, width):
@@ -381,6 +392,7 @@ MEMBERS = {
     "linear memory": Member("linear", one_linear, every_row_bytes(4, 8), ("x", "module.bias"), {"memory": 0.17}),
     "linear without bias": _linear("countsketch", 4, lambda width: nn.Linear(width, OUTPUTS, bias=False)),
     "linear own code": Member("linear", OwnProduct, every_row_bytes(3, 3), ("x", "module.bias")),
+    "linear own code matmul": Member("linear", own.OwnMatmul, own_bytes(3), ("x",)),
     "Conv1D": _linear("countsketch", None, lambda width: Conv1D(OUTPUTS, width)),
     "Conv1D 4 bits": _linear("countsketch", 4, lambda width: Conv1D(OUTPUTS, width)),
     **{f"activation {name}": _pointwise(name, make) for name, make in POINTWISE.items()},
@@ -467,6 +479,9 @@ MEMBERS = {
     "convolution circular": _convolution(
         3, functools.partial(nn.Conv3d, kernel_size=3, padding=1, padding_mode="circular", bias=False), 4
     ),
+    "convolution own code": _convolution(2, functools.partial(own.TurnedConvolution, kernel_size=3, padding=1)),
+    "dropout own code": Member("dropout", lambda width: own.OwnDropout(), pointwise_bytes(1, False), ("x",)),
+    "activation own code scale": Member("activation", own.OwnScale, scale_bytes),
     "activation own code": Member(
         "activation", lambda width: Own(),
         lambda stored, rows, width: aligned(8, codes(rows, width, 4), scales(rows, width)),

@@ -57,6 +57,44 @@ class OwnProduct(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class OwnMatmul(nn.Module):
+    """A product of matrices with a weight of its own, and one of two activations."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, OUTPUTS) / width**0.5)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class OwnScale(nn.Module):
+    """Features by a scale for each, and the product of neighbours, by names of functions of all kinds."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        scaled = self.scale * x
+        return scaled.mul(scaled.roll(1, -1))
+
+
+class OwnDropout(nn.Module):
+    """A dropout that is called as a function."""
+
+    def forward(self, x):
+        return F.dropout(x.roll(1, -1), 0.3, training=self.training)
+
+
+class TurnedConvolution(nn.Conv2d):
+    """A convolution whose weight is another view of its own."""
+
+    def forward(self, input):
+        weight = self.weight.transpose(2, 3)
+        return nn.functional.conv2d(input, weight, self.bias, self.stride, self.padding, groups=self.groups)
+
+
 class Images(nn.Module):
     """A convolution of rows, each of which is an image of four channels by itself."""
 

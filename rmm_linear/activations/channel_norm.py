@@ -115,25 +115,34 @@ class PackedChannelNorm(PackedModule):
         return FixedNormFunction.run(input, self.weight, self.bias, self.running_mean, rstd, run, bits, call)
 
     def _coded(self, input: Tensor, run: Callable[..., Tensor], call: SavingCall) -> Tensor:
-        # A few channels side by side would be a group of a code, with a scale of its own.
-        groups, is_rearranged = self._groups(input.shape[1]), False
-        if is_last := is_channels_last(input):
-            is_rearranged = input.shape[1] < _FEW_CHANNELS
-            is_last = not is_rearranged
-        norm, stored = _ChannelNorm(groups, self.eps, self.rmm_config.norm_bits, is_last, is_rearranged, call), None
-        if torch.compiler.is_compiling():  # buffers change outside of the function
-            with torch.no_grad():
-                output = run(input)
-                with autocast_off(input.device.type):
-                    stored = pack_channels(_arranged(input, is_last), None, norm.bits, norm.eps, groups)
-            run = functools.partial(as_new, output)
-        return ChannelNormFunction.run(input, self.weight, self.bias, stored, run, norm)
+        groups, bits = self._groups(input.shape[1]), self.rmm_config.norm_bits
+        return normalized_channels(input, self.weight, self.bias, run, groups, self.eps, bits, call)
 
     def _groups(self: Any, channels: int) -> int:
         """Return the groups of the channels of a sample; 0 where samples are normalized together."""
         if isinstance(self, _BatchNorm):
             return 0
         return channels if isinstance(self, _InstanceNorm) else self.num_groups
+
+
+def normalized_channels(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, run: Callable[..., Tensor], groups: int, eps: float,
+    bits: int, call: SavingCall,
+) -> Tensor:  # fmt: skip
+    """Apply a norm over channels by ``run``, and save its normalized input in few bits."""
+    # A few channels side by side would be a group of a code, with a scale of its own.
+    is_rearranged = False
+    if is_last := is_channels_last(input):
+        is_rearranged = input.shape[1] < _FEW_CHANNELS
+        is_last = not is_rearranged
+    norm, stored = _ChannelNorm(groups, eps, bits, is_last, is_rearranged, call), None
+    if torch.compiler.is_compiling():  # buffers change outside of the function
+        with torch.no_grad():
+            output = run(input)
+            with autocast_off(input.device.type):
+                stored = pack_channels(_arranged(input, is_last), None, bits, eps, groups)
+        run = functools.partial(as_new, output)
+    return ChannelNormFunction.run(input, weight, bias, stored, run, norm)
 
 
 class ChannelNormFunction(SavingFunction):

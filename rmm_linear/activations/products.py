@@ -1,87 +1,138 @@
-"""Modules that call ``F.linear`` with a weight of their own, as routers of experts do: a sketch of its input."""
+"""The product of two tensors, perhaps added to a third one, that saves its factors in few bits.
+
+    out = a · b        da = y · b^        db = a^ · y
+
+Each gradient is linear in the code of the other factor: it is unbiased, and exact where that factor is saved as it is,
+as a weight is. Of two activations both are coded, with errors that are independent.
+"""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from rmm_linear._support.autocast import autocast_dtype
-from rmm_linear._support.distributed import is_dtensor, shape_of
-from rmm_linear._support.layouts import is_dense
-from rmm_linear.activations.base import PackedModule
-from rmm_linear.layers.function import LinearCall, saved_linear, spec_for
-from rmm_linear.sketches.seeds import draw_seed
+from rmm_linear._support.autocast import autocast_off, cast
+from rmm_linear._support.layouts import MemoryLayout
+from rmm_linear.layers.function import SavingCall, SavingFunction, as_no_view
+from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
 
 
-class PackedProduct(PackedModule):
-    """A module whose code multiplies by its weight through ``F.linear``, whose input is saved as a linear layer's is.
+class Product(NamedTuple):
+    """A product of two tensors, perhaps added to a third one.
 
-    The output and the gradient with respect to the input are exact, that of the weight is unbiased. All rows are saved,
-    those of padding too, which a loss of routing may count.
+    Attributes:
+        run: Computes it as PyTorch does.
+        scales: Of the product, and of what is added to it.
+        indices: Of both factors and the product, where it is a sum over some of them.
     """
 
-    rmm_operation = "linear"
-    rmm_learns_rows = False
+    run: Callable[..., Tensor]
+    is_matrix: bool
+    scales: tuple[float, float] = (1, 1)
+    indices: tuple[str, str, str] | None = None
 
-    def forward(self, *args: Any, **named: Any) -> Any:
-        """Run the module's own forward; exactly in compiled code, which would fix the seeds."""
-        if not self.training or torch.compiler.is_compiling():
-            return super().forward(*args, **named)
-        with _Products(self):
-            return super().forward(*args, **named)
-
-    def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        call = self._packed_call(tuple(input.shape[:-1]), input.device)
-        dtype = autocast_dtype(input.device.type, input.dtype)
-        spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, self.rmm_config)
-        if spec is None or call.is_exact or not torch.is_grad_enabled():
-            return F.linear(input, weight, bias)
-        held = call.forward_pass
-        seen = LinearCall(
-            spec, draw_seed() if call.seed is None else call.seed, dtype,
-            on_backward=None if held is None else lambda *_: held.note_backward(),
-        )  # fmt: skip
-        output = saved_linear(input, weight, bias, seen)
-        return self._survey(input, output) if dtype in (None, input.dtype) else output
+    def gradients(self, y: Tensor, a: Tensor | None, b: Tensor | None, shapes: Sequence[torch.Size]) -> list[Any]:
+        """Return the gradients of both factors, None for those whose other factor is None."""
+        y = y if self.scales[0] == 1 else y * self.scales[0]
+        if self.indices is not None:
+            one, other, made = self.indices
+            of_a = None if b is None else torch.einsum(f"{made},{other}->{one}", y, b)
+            found = of_a, None if a is None else torch.einsum(f"{made},{one}->{other}", y, a)
+        elif not self.is_matrix:
+            found = (None if one is None else y * one for one in (b, a))
+        elif len(shapes[1]) == 2:  # of all rows at once
+            y = y.reshape(-1, shapes[1][1])
+            of_a = None if b is None else (y @ b.mT).view(shapes[0])
+            found = of_a, None if a is None else a.reshape(-1, shapes[1][0]).mT @ y
+        else:
+            found = None if b is None else y @ b.mT, None if a is None else a.mT @ y
+        return [None if one is None else one.sum_to_size(shape) for one, shape in zip(found, shapes, strict=True)]
 
 
-class _Products(TorchFunctionMode):
-    """Replaces the calls of ``F.linear`` with a module's own weight, or a cast of it."""
+class ProductFunction(SavingFunction):
+    """A product with codes of its factors: PyTorch's own backward pass on what is decoded."""
 
-    def __init__(self, module: PackedProduct) -> None:
-        super().__init__()
-        self.module = module
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        added: Tensor | None,
+        codes_a: Tensor | None,
+        codes_b: Tensor | None,
+        how: tuple[tuple[MemoryLayout, float] | None, ...],
+        product: Product,
+        dtype: torch.dtype | None,
+        call: SavingCall,
+    ) -> Tensor:
+        """Compute the product exactly; ``how``: layout and bits of the codes of both factors."""
+        ctx.product, ctx.call, ctx.how = product, call, how
+        factors = [cast(one, dtype) for one in (a, b)]
+        ctx.like = [(one.shape, one.dtype, made.dtype) for one, made in zip((a, b), factors, strict=True)]
+        ctx.added = None if added is None else (added.shape, added.dtype)
+        with autocast_off(a.device.type):
+            more = () if added is None else (cast(added, dtype),)
+            output = product.run(*more, *factors)
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            a if needs_b and codes_a is None else None, b if needs_a and codes_b is None else None, codes_a, codes_b
+        )
+        return as_no_view(output)
 
-    def _is_own(self, weight: Tensor) -> bool:
-        """Say whether a weight is the module's own, or a cast of it."""
-        node = weight.grad_fn
-        if node is not None and node.name() == "ToCopyBackward0":
-            weight = getattr(node.next_functions[0][0], "variable", weight)
-        return any(weight is one for one in self.module._parameters.values())
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the gradients."""
+        (y,), (*exact, codes_a, codes_b) = grad_outputs, ctx.saved_tensors
+        SavingFunction.received(ctx, y[:0].reshape(0, 1), "a packed product")
+        factors: list[Tensor | None] = []
+        with autocast_off(y.device.type):
+            for one, codes, how, (_, _, dtype) in zip(exact, (codes_a, codes_b), ctx.how, ctx.like, strict=True):
+                if codes is not None:
+                    layout, bits = how
+                    one = layout.tensor(decode_matrix(codes, layout.rows, layout.columns, bits, dtype))
+                factors.append(None if one is None else cast(one, dtype) if ctx.product.is_matrix else one)
+            found = ctx.product.gradients(y, *factors, [one[0] for one in ctx.like])
+        made = [None if one is None else one.to(dtype) for one, (_, dtype, _) in zip(found, ctx.like, strict=True)]
+        of_added = None
+        if ctx.needs_input_grad[2]:
+            shape, dtype = ctx.added
+            of_added = (y * ctx.product.scales[1]).sum_to_size(shape).to(dtype)
+        needed = [one if needs else None for one, needs in zip(made, ctx.needs_input_grad[:2], strict=True)]
+        return *needed, of_added, *(None,) * 6
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
-            weight, input = given["weight"], given["input"]
-            has_rows = is_dense(input) and not input.is_complex()
-            is_own = has_rows and weight.dim() == 2 and self._is_own(weight)
-            if is_own and not any(map(is_dtensor, (weight, input))):
-                return self.module._product(**given)
-        return func(*args, **(kwargs or {}))
+
+def encoded(x: Tensor, layout: MemoryLayout, bits: float, dtype: torch.dtype | None, seed: int | None) -> Tensor:
+    """Return the code of a tensor, as cast to the dtype of autocast."""
+    with torch.no_grad(), autocast_off(x.device.type):
+        return encode_matrix(layout.matrix(cast(x.detach(), dtype)), bits, seed)
 
 
-def multiplies(module: nn.Module) -> bool:
-    """Say whether a module's own code names ``linear``, and it has one matrix of its own."""
-    own = [
-        one for one in module._parameters.values() if one is not None and not is_lazy(one) and len(shape_of(one)) > 1
-    ]
-    if len(own) != 1 or len(shape_of(own[0])) != 2 or 1 in shape_of(own[0]) or not own[0].is_floating_point():
-        return False
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "linear" in code.co_names and "linear" not in module._modules
+class IndexAddFunction(SavingFunction):
+    """Rows added to others, that saves where; PyTorch saves what is added too, for its shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, dim: int, index: Tensor, source: Tensor, inplace: bool, call: SavingCall
+    ) -> Tensor:
+        """Add."""
+        ctx.call, ctx.dim, ctx.dtypes = call, dim, (input.dtype, source.dtype)
+        if ctx.needs_input_grad[3]:
+            ctx.save_for_backward(index)
+        if not inplace:
+            return input.index_add(dim, index, source)
+        ctx.mark_dirty(input)
+        return input.index_add_(dim, index, source)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of both."""
+        (y,) = grad_outputs
+        SavingFunction.received(ctx, y[:0].reshape(0, 1), "index_add")
+        of_input = y.to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        of_source = None
+        if ctx.needs_input_grad[3]:
+            of_source = y.index_select(ctx.dim, *ctx.saved_tensors).to(ctx.dtypes[1])
+        return of_input, None, None, of_source, None, None

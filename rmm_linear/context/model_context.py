@@ -60,6 +60,7 @@ class ModelContext:
         sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
         checks: Say which modules save nothing, after the first training step.
         kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
+        kept_sites: The same of calls in modules' own code, by the module's index and their place.
         noise: What codes add to gradients in the first steps, and the modules that take more bits for it.
         exact_calls: Why the last call of an attention or a norm was exact, by its index.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
@@ -75,6 +76,7 @@ class ModelContext:
         self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
         self.kept_anyway: set[int] = set()
+        self.kept_sites: set[tuple[int, int]] = set()
         self.noise = CodeNoise()
         self.exact_calls: dict[int, str] = {}
         self.salt, self._released = 0, 0
@@ -100,7 +102,8 @@ class ModelContext:
         for module in model.modules():
             if module is model or takes_mask(module):
                 # By the class that has the forward: a converted module's own class is in no module, and not pickled.
-                owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+                kinds = (kind for kind in type(module).__mro__ if "rmm_is_joined" not in vars(kind))
+                owner = next(kind for kind in kinds if "forward" in vars(kind))
                 self._signatures[owner] = parameters(module)
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
@@ -306,7 +309,9 @@ class ModelContext:
 
     def _finish_survey(self, survey: Survey, output: Any) -> None:
         """Make the modules exact that free nothing, and say so."""
-        if found := survey.decide(output):
+        found, sites = survey.decide(output)
+        self.kept_sites = self.kept_sites.union(sites)
+        if found:
             self.kept_anyway = self.kept_anyway.union(found)  # another set: what is set aside has the old one
             self.checks.say_kept_anyway(found, is_chosen=self.config.target_modules != "all-linear")
 
@@ -406,12 +411,18 @@ class ModelContext:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""
         fields = ("names", "config", "salt", "estimators", "learned", "directions", "sketch_cache")
-        fields += ("_signatures", "_released", "kept_anyway", "noise")
+        fields += ("_signatures", "_released", "kept_anyway", "kept_sites", "noise")
         handles = [one for one in self._handles if one.hooks_dict_ref() is not None]  # of a module that is there still
         return {"_handles": handles, **{name: value for name, value in vars(self).items() if name in fields}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        new = {"learned": {}, "directions": {}, "kept_anyway": set(), "exact_calls": {}}  # of newer versions
+        new = {
+            "learned": {},
+            "directions": {},
+            "kept_anyway": set(),
+            "kept_sites": set(),
+            "exact_calls": {},
+        }  # of newer versions
         vars(self).update({**new, "noise": CodeNoise(), **state})
         self._reset()

@@ -38,21 +38,31 @@ class Survey:
     """
 
     batch: Any = None
-    _kept: dict[int, list[list[StorageWeakRef]]] = field(default_factory=dict)
+    _kept: dict[int | tuple[int, int], list[list[StorageWeakRef]]] = field(default_factory=dict)
 
-    def note(self, module: Any, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1) -> None:
+    def note(
+        self,
+        module: Any,
+        input: Tensor,
+        output: Tensor,
+        run: Exact | None = None,
+        dims: int = 1,
+        site: int | None = None,
+    ) -> None:
         """Note a call of a module that saves a code.
 
         ``run`` is its exact form, which is tried on one row of ``dims`` dimensions; None keeps the input alone.
+        ``site``: The place in the module's own code, of several that are decided by themselves.
         """
         if isinstance(input, FakeTensor) or in_backward():
             return
         # Of an input of the model, the caller knows how long it stays. Of a checkpoint, what is kept does not show, and
         # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy.
+        key = module.rmm_index if site is None else (module.rmm_index, site)
         is_convolution = module.rmm_operation == "convolution"  # which keeps its input itself
         is_result = input.grad_fn is not None or is_convolution
         if not is_result or is_checkpointed() or not (input.is_contiguous() or is_convolution):
-            self._kept.setdefault(module.rmm_index, []).append([])
+            self._kept.setdefault(key, []).append([])
             return
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)
         found = [
@@ -60,14 +70,17 @@ class Survey:
             for one, is_kept in zip((input, output), keeps, strict=True)
             if is_kept
         ]
-        self._kept.setdefault(module.rmm_index, []).append(found)
+        self._kept.setdefault(key, []).append(found)
 
-    def decide(self, output: Any) -> list[int]:
-        """Return the modules all of whose calls would keep what the graph behind the model's output keeps."""
+    def decide(self, output: Any) -> tuple[list[int], set[tuple[int, int]]]:
+        """Return the modules all of whose calls would keep what the graph behind the model's output keeps.
+
+        And likewise the sites of modules that have several, those of the former too.
+        """
         calls, self._kept = self._kept, {}
         alive = {one.cdata for each in calls.values() for call in each for one in call if not one.expired()}
         if not alive:
-            return []
+            return [], set()
         given = [one for one in tree_leaves(self.batch) if isinstance(one, Tensor)]
         kept = {one.untyped_storage()._cdata for _, one in saved_in_graph(output) if type(one) in _PLAIN}
         kept |= {one.untyped_storage()._cdata for one in given if type(one) is Tensor and not one.requires_grad}
@@ -75,7 +88,10 @@ class Survey:
         frees = {
             i for i, each in calls.items() for call in each if not call or any(one.cdata not in kept for one in call)
         }
-        return sorted(calls.keys() - frees)
+        sites = {key for key in calls.keys() - frees if isinstance(key, tuple)}
+        partly = {key[0] for key in calls if isinstance(key, tuple) and key not in sites}
+        whole = {key if isinstance(key, int) else key[0] for key in calls.keys() - frees} - partly
+        return sorted(whole), sites
 
 
 _PLAIN = {Tensor, nn.Parameter}

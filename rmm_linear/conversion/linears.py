@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module, shape_of
 from rmm_linear._support.patterns import matches
+from rmm_linear.activations.calls import calls_of
 from rmm_linear.activations.own_forward import runs_its_class
-from rmm_linear.activations.products import multiplies
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
 from rmm_linear.conversion.names import is_conv1d, nearest, not_selected, output_heads
@@ -58,7 +58,7 @@ def _trains(layer: nn.Module) -> bool:
 def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
     """Warn of names in a configuration that no module has."""
     linears = [name for module, name in names.items() if is_linear_like(module)]
-    products = [name for module, name in names.items() if multiplies(module)]
+    products = [name for module, name in names.items() if calls_of(module, ("linear",))]
     for entry in [] if isinstance(config.exclude_modules, str) else config.exclude_modules or ():
         if not any(matches([entry], name) for name in names.values()):
             logger.warning(

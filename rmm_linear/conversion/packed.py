@@ -16,6 +16,7 @@ from rmm_linear._support.tables import folded
 from rmm_linear.activations.attention import PackedAttentionCaller, calls_attention
 from rmm_linear.activations.attention_interface import PackedAttention, is_attention, stays_exact
 from rmm_linear.activations.base import PackedModule
+from rmm_linear.activations.calls import PackedCalls, calls_of, operation_of, why_left
 from rmm_linear.activations.channel_norm import PackedChannelNorm, is_channel_norm
 from rmm_linear.activations.convolution import PackedConvolution, is_convolution, why_own
 from rmm_linear.activations.dropout import PackedDropout, is_dropout
@@ -28,11 +29,10 @@ from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 from rmm_linear.activations.pointwise import PackedActivation, is_composed, pointwise_function
 from rmm_linear.activations.pooling import PackedPool, bits_of, is_max_pool
-from rmm_linear.activations.products import PackedProduct, multiplies
 from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.activations.softmax import PackedSoftmax, is_softmax
 from rmm_linear.backends.select import backend_of
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.linears import QUANTIZED, is_linear_like, is_quantized, replaced_reason
 from rmm_linear.conversion.names import not_selected, output_heads
@@ -53,6 +53,7 @@ class PackedChoice:
         set_up: Changes the module, given its configuration, the model's context and its index there.
         computes: The formula that was found of a norm or of a gated MLP; None for all others.
         is_region: Whether the module's code between its linear layers saves nothing, and runs again.
+        is_called: Whether it saves for calls in the module's own code.
     """
 
     operation: str
@@ -61,6 +62,7 @@ class PackedChoice:
     set_up: Callable[[RMMConfig, ModelContext, int], None]
     computes: NormForm | GatedParts | None = None
     is_region: bool = False
+    is_called: bool = False
 
 
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
@@ -82,6 +84,8 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
                 skipped[name] = _skip_reason(module, name, config) or _UNTRIED
             elif "norm" in config.operations and isinstance(module, nn.SyncBatchNorm):
                 skipped[name] = _skip_reason(module, name, config) or _SYNCHRONIZED
+            elif "linear" in config.operations and not is_linear_like(module) and (why := why_left(module)):
+                skipped[name] = _skip_reason(module, name, config) or why
             continue
         reason = _skip_reason(module, name, config)
         if reason is None and choice.operation == "attention" and is_attention(module) and not choice.is_region:
@@ -89,7 +93,9 @@ def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[
         if reason is None and choice.operation == "experts":
             reason = why_exact(module)
         if reason is None and choice.operation == "convolution":
-            reason = f"{type(module).__name__} {QUANTIZED}" if is_quantized(module) else why_own(module)
+            is_called = not is_convolution(module) or _convolves(module)
+            own = None if is_called else why_own(module)
+            reason = f"{type(module).__name__} {QUANTIZED}" if is_quantized(module) else own
         if reason is None and choice.operation == "linear":
             reason = not_selected(name, module, config, [])
         if reason is None:
@@ -120,9 +126,21 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
     within = _within_regions(chosen, names, config)
     # A norm between linear layers saves for the later one.
     chosen = {module: choice for module, choice in chosen.items() if module not in within or choice.operation == "norm"}
-    if "activation" not in config.operations:
-        return chosen
     names = {module: name for module, name in names.items() if module not in within}
+    inside = _add_activations(chosen, names, config) if "activation" in config.operations else set[nn.Module]()
+    for module, name in names.items():
+        if module not in inside and module not in chosen and not is_linear_like(module):
+            choice = _calls(module, config.for_module(name))
+            # What another operation would convert is not chosen for its code, where that is not selected.
+            if choice is not None and _choice(module, config, OPERATIONS) is None:
+                chosen[module] = choice
+    return {module: choice for module, choice in chosen.items() if module not in inside}
+
+
+def _add_activations(
+    chosen: dict[nn.Module, PackedChoice], names: Mapping[nn.Module, str], config: RMMConfig
+) -> set[nn.Module]:
+    """Choose gated MLPs and elementwise code; return the modules inside of them, which save nothing of their own."""
     gated = {module: parts for module in names if (parts := gated_parts(module)) is not None}
     # The activation of a gated MLP saves nothing of its own, unless it or the MLP is to stay as it is.
     inside: set[nn.Module] = set()
@@ -132,6 +150,8 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
             chosen[module] = _gated(module, config.for_module(names[module]), parts)
             if _skip_reason(module, names[module], config) is None:
                 inside.add(act)
+        else:
+            inside.add(module)
     functions = {module: pointwise_function(module) for module in names if module not in inside}
     for module, function in functions.items():
         if function is not None:
@@ -147,7 +167,19 @@ def _choices(names: dict[nn.Module, str], config: RMMConfig) -> dict[nn.Module, 
             saved = f"its derivatives, {gated_bits(config.for_module(names[module]))} bits"
             set_up = _change_class(module, PackedElementwise, form=form)
             chosen[module] = PackedChoice("activation", module, saved, set_up)
-    return {module: choice for module, choice in chosen.items() if module not in inside}
+    return inside
+
+
+def _calls(module: Any, config: RMMConfig) -> PackedChoice | None:
+    """Choose a module whose own code calls functions that save something."""
+    sites = calls_of(module, config.operations)
+    if not sites:
+        return None
+    found = {operation_of(one) for one in sites}
+    operation = next(one for one in ("linear", *OPERATIONS) if one in found)
+    named = ", ".join(dict.fromkeys(one.name.removeprefix(".") for one in sites))
+    set_up = _change_class(module, PackedCalls, operation=operation)
+    return PackedChoice(operation, module, f"what its code saves for {named}, in few bits", set_up, is_called=True)
 
 
 def _within_regions(
@@ -180,12 +212,15 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
     if "attention" in operations and is_softmax(module):
         saved = f"its probabilities, {config.attention_bits} bits"
         return PackedChoice("attention", module, saved, _change_class(module, PackedSoftmax))
-    if "convolution" in operations and is_convolution(module):
+    if "convolution" in operations and is_convolution(module) and not _convolves(module):
         saved = f"its input, {experts_bits(config):g} bits"
         return PackedChoice("convolution", module, saved, _change_class(module, PackedConvolution))
-    if "linear" in operations and not is_linear_like(module) and multiplies(module):
-        return PackedChoice("linear", module, "the rows that it multiplies", _change_class(module, PackedProduct))
     return None
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Say whether a convolution calls PyTorch's function by code of its own."""
+    return why_own(module) is not None and bool(calls_of(module, ("convolution",)))
 
 
 def _attention(module: Any, bits: int) -> PackedChoice | None:
@@ -307,6 +342,7 @@ def why_unfused(model: nn.Module, choices: Mapping[str, PackedChoice], config: R
     """Say where ``fused=True`` has no effect on a model, and why: a line for every reason, or None."""
     everywhere, found = _places(model), dict[str, list[str]]()
     asked = {name: one for name, one in choices.items() if one.operation in ("activation", "norm", "dropout")}
+    asked = {name: one for name, one in asked.items() if not one.is_called}
     asked = {name: one for name, one in asked.items() if config.for_module(name).fused}
     without = {name: place for name, one in asked.items() if (place := _no_kernels(one.module, everywhere)) is not None}
     if asked and len(without) == len(asked):

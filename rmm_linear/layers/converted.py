@@ -60,6 +60,11 @@ class ConvertedModule(nn.Module):
     rmm_mask_checked: bool
     rmm_took_seed: bool
 
+    @classmethod
+    def fields_of(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """Return what the class that is derived from a module's own has of itself."""
+        return {}
+
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
         self.rmm_config = config or RMMConfig()
         self.rmm_context = context
@@ -134,11 +139,13 @@ class ConvertedModule(nn.Module):
     def _take_bits(self, bits: int) -> None:
         """Take so many bits for codes."""
 
-    def _survey(self, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1) -> Tensor:
+    def _survey(
+        self, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1, site: int | None = None
+    ) -> Tensor:
         """Note a call that saves a code, in the first training step; returns the output."""
         survey = None if self.rmm_context is None or torch.compiler.is_compiling() else self.rmm_context.survey
         if survey is not None:
-            survey.note(self, input, output, run, dims)
+            survey.note(self, input, output, run, dims, site)
         return output
 
     def _refuse_transforms(self) -> None:
@@ -233,7 +240,8 @@ _PAIRS: dict[type, tuple[type[ConvertedModule], type[nn.Module]]] = {}
 def joined_class(converted: type[ConvertedModule], original: type[nn.Module]) -> type[Any]:
     """Make the class of a converted module of another class."""
     prefix = "RMM" if issubclass(converted, nn.Linear) else "Packed"
-    made = type(f"{prefix}{original.__name__}", (converted, original), {"__module__": converted.__module__})
+    fields = {"__module__": converted.__module__, "rmm_is_joined": True, **converted.fields_of(original)}
+    made = type(f"{prefix}{original.__name__}", (converted, original), fields)
     _PAIRS[made] = converted, original
     return made
 

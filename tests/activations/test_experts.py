@@ -457,10 +457,11 @@ def test_experts_that_are_divided_later_stay_exact():
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
 
 
-def test_classes_outside_of_the_registry_have_a_row():
+def test_classes_outside_of_the_registry_save_what_their_code_multiplies():
     experts = Llama4TextExperts(hf.Llama4TextConfig(hidden_size=8, intermediate_size=8, num_local_experts=2))
     report = convert(nn.ModuleDict({"experts": experts, "norm": nn.LayerNorm(8)}), dry_run=True)
-    assert report.uncompressed == {"experts": "experts"}
+    assert report.packed["experts"].saved == "what its code saves for bmm, *, in few bits"
+    assert report.uncompressed == {}
 
 
 def test_a_gate_is_tried_without_weights():

@@ -48,7 +48,7 @@ for package in (activations, layers):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 MASK = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [7], [12]])).long()
 OF_TRANSFORMERS = ["attention roberta", "attention llama", "attention t5"]
-OWN_CODE = ["attention own code", "activation own code", "linear own code"]
+OWN_CODE = ["attention own code", "activation own code", "linear own code", "dropout own code"]
 # The property that modules do not have whose names begin so, and why.
 WITHOUT = {
     ("attention roberta", "padding"): "it takes a mask of its own, as its model makes it: the whole models are tested",

@@ -158,7 +158,7 @@ class Experts(nn.Module):
         self.weights = nn.Parameter(torch.randn(2, 64, 64))
 
     def forward(self, x):
-        return (x @ self.weights).tanh().sum(0)
+        return torch.stack([torch.addmm(x.new_zeros(64), x, one) for one in self.weights]).cos().sum(0)
 
 
 class Mixer(nn.Module):
@@ -170,7 +170,7 @@ class Mixer(nn.Module):
         self.embed = nn.Embedding(4, 64)
 
     def forward(self, x):
-        return (x + self.token + self.embed.weight[0]) @ self.weight
+        return torch.addmm(self.token + self.embed.weight[0], x, self.weight)
 
 
 class KernelNorm(nn.Module):
