@@ -65,14 +65,14 @@ def _in_training(own: Callable[..., Any], changed: Callable[..., Any]) -> Callab
 _OPERATIONS = {
     **dict.fromkeys(("linear", "@", "matmul", "mm", "bmm", "baddbmm", "einsum"), "linear"), "dropout": "dropout",
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"), "layer_norm": "norm", "group_norm": "norm",
-    **dict.fromkeys(("max_pool2d", "index_add", "index_add_"), "pooling"),
+    "softmax": "attention", **dict.fromkeys(("max_pool2d", "index_add", "index_add_"), "pooling"),
 }  # fmt: skip
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d")  # called with a weight of the module's own
 _Attempt = Callable[..., Tensor | None]
 _FUNCTIONS: dict[str, tuple[_Attempt, Callable[..., Any]]] = {
     **{name: (getattr(functional, name), getattr(torch, name)) for name in ("matmul", "baddbmm", "einsum", "mul")},
     **{name: (getattr(functional, name), getattr(F, name))
-       for name in ("linear", "dropout", "layer_norm", "group_norm", "max_pool2d")},
+       for name in ("linear", "dropout", "layer_norm", "group_norm", "max_pool2d", "softmax")},
     "index_add": (partial(functional.index_add, False), torch.index_add), "mm": (functional.matmul, torch.mm),
     "bmm": (functional.matmul, torch.bmm),
     **{f"conv{i}d": (partial(functional.convolution, i), getattr(F, f"conv{i}d")) for i in (1, 2, 3)},
@@ -80,7 +80,10 @@ _FUNCTIONS: dict[str, tuple[_Attempt, Callable[..., Any]]] = {
        for name, kind in functional.ACTIVATIONS.items()},
 }  # fmt: skip
 _METHODS: dict[str, _Attempt] = {
-    **{name: _FUNCTIONS[name][0] for name in ("matmul", "mm", "bmm", "mul", "sigmoid", "tanh", "relu", "index_add")},
+    **{
+        name: _FUNCTIONS[name][0]
+        for name in ("matmul", "mm", "bmm", "mul", "sigmoid", "tanh", "relu", "index_add", "softmax")
+    },
     "index_add_": partial(functional.index_add, True),
 }
 
@@ -104,7 +107,7 @@ def _method(name: str, attempt: _Attempt) -> Callable[..., Any]:
 CALLS = Calls(
     functions={
         **{exact: name for name, (_, exact) in _FUNCTIONS.items()},
-        **{getattr(torch, name): name for name in ("relu", "sigmoid", "tanh", "layer_norm")},
+        **{getattr(torch, name): name for name in ("relu", "sigmoid", "tanh", "layer_norm", "softmax")},
     },
     methods={name: f".{name}" for name in _METHODS},
     ours={

@@ -30,6 +30,7 @@ from rmm_linear.activations.norm_form import NormForm
 from rmm_linear.activations.pointwise import PointwiseFunction
 from rmm_linear.activations.pooling import PoolFunction, window_of
 from rmm_linear.activations.products import IndexAddFunction, Product, ProductFunction, encoded
+from rmm_linear.activations.softmax import SoftmaxFunction, code_of
 from rmm_linear.layers.function import LinearCall, SavingCall, saved_linear, spec_for
 from rmm_linear.ops.norms import pack_norm
 from rmm_linear.packing.pointwise import Pointwise
@@ -122,16 +123,21 @@ def _multiplied(
     dtype = autocast_dtype(a.device.type, a.dtype) if product.is_matrix else None
     seeds = (None, None) if call.seed is None else seeds_of(call.seed, 2)
     codes: list[Tensor | None] = []
-    how: list[tuple[MemoryLayout, float] | None] = []
+    how: list[tuple[MemoryLayout, float, float] | None] = []
     for place, (one, other) in enumerate(((a, b), (b, a))):
         is_weighted = _is_weight(other)
         is_matrix_of_all = product.is_matrix and place == 1 and one.dim() == 2 < a.dim()
         is_coded = large[place] and other.requires_grad and _is_result(one, is_weighted) and not is_matrix_of_all
         # Compiled code does not tell weights from other tensors, but for parameters themselves.
         is_coded = is_coded and not _is_kept(module, places[place]) and (is_weighted or not is_traced)
-        bits = experts_bits(config) if is_weighted else gated_bits(config)
-        how.append((_layout(one), bits) if is_coded else None)
-        codes.append(encoded(one, *how[-1], dtype, seeds[place]) if how[-1] is not None else None)
+        shared = code_of(one) if is_coded else None  # of softmax, which has it for its own gradient
+        if shared is not None:
+            codes.append(shared[0])
+            how.append(shared[1:])
+            continue
+        layout, bits = _layout(one), experts_bits(config) if is_weighted else gated_bits(config)
+        how.append((layout, bits, 0.0) if is_coded else None)
+        codes.append(encoded(one, layout, bits, dtype, seeds[place]) if is_coded else None)
     if codes[0] is None and codes[1] is None:
         return None
     output = ProductFunction.run(a, b, added, *codes, tuple(how), product, dtype, call)
@@ -273,6 +279,20 @@ ACTIVATIONS: dict[str, Callable[..., Pointwise | None]] = {
     **{name: functools.partial(_plain, name) for name in ("silu", "relu", "mish", "hardswish", "sigmoid", "tanh")},
     "gelu": _gelu, "elu": _elu, "leaky_relu": _leaky_relu,
 }  # fmt: skip
+
+
+def softmax(
+    module: PackedModule, site: int, input: Any, dim: Any = None, *, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """Apply softmax, of which the probabilities are saved, once for a product of them too."""
+    if type(input) not in _TENSORS or type(dim) is not int or _is_exact(module, "attention", site):
+        return None
+    call = _call(module, input) if _is_large(module, input) else None
+    if call is None or not input.requires_grad:
+        return None
+    exact = functools.partial(torch.softmax, dim=dim, dtype=dtype)
+    output = SoftmaxFunction.run(input, exact, dim, module.rmm_config.attention_bits, call)
+    return module._survey(input, output, functools.partial(torch.softmax, dim=-1, dtype=dtype), site=site)
 
 
 def dropout(

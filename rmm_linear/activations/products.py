@@ -63,12 +63,12 @@ class ProductFunction(SavingFunction):
         added: Tensor | None,
         codes_a: Tensor | None,
         codes_b: Tensor | None,
-        how: tuple[tuple[MemoryLayout, float] | None, ...],
+        how: tuple[tuple[MemoryLayout, float, float] | None, ...],
         product: Product,
         dtype: torch.dtype | None,
         call: SavingCall,
     ) -> Tensor:
-        """Compute the product exactly; ``how``: layout and bits of the codes of both factors."""
+        """Compute the product exactly; ``how``: layout and bits of both codes, and what was subtracted."""
         ctx.product, ctx.call, ctx.how = product, call, how
         factors = [cast(one, dtype) for one in (a, b)]
         ctx.like = [(one.shape, one.dtype, made.dtype) for one, made in zip((a, b), factors, strict=True)]
@@ -91,8 +91,9 @@ class ProductFunction(SavingFunction):
         with autocast_off(y.device.type):
             for one, codes, how, (_, _, dtype) in zip(exact, (codes_a, codes_b), ctx.how, ctx.like, strict=True):
                 if codes is not None:
-                    layout, bits = how
+                    layout, bits, mean = how
                     one = layout.tensor(decode_matrix(codes, layout.rows, layout.columns, bits, dtype))
+                    one = one.add_(mean) if mean else one
                 factors.append(None if one is None else cast(one, dtype) if ctx.product.is_matrix else one)
             found = ctx.product.gradients(y, *factors, [one[0] for one in ctx.like])
         made = [None if one is None else one.to(dtype) for one, (_, dtype, _) in zip(found, ctx.like, strict=True)]

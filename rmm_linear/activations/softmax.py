@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import MemoryLayout, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction, as_no_view
 from rmm_linear.ops.softmax import pack_softmax, softmax_backward
@@ -51,7 +52,10 @@ class SoftmaxFunction(SavingFunction):
         output = run(input)
         ctx.call, ctx.dim, ctx.bits, ctx.dtype = call, dim, bits, input.dtype
         with autocast_off(input.device.type):
-            ctx.save_for_backward(pack_softmax(_rows(output, dim), bits, call.seed))
+            stored = pack_softmax(_rows(output, dim), bits, call.seed)
+        ctx.save_for_backward(stored)
+        if not torch.compiler.is_compiling():
+            ctx.stored = TensorWeakRef(stored)  # not held: hooks may have saved something else
         return as_no_view(output)
 
     @staticmethod
@@ -62,6 +66,22 @@ class SoftmaxFunction(SavingFunction):
         with autocast_off(y.device.type):
             x = softmax_backward(rows, stored, ctx.bits, ctx.dtype)
         return x.view(y.movedim(ctx.dim, -1).shape).movedim(-1, ctx.dim), None, None, None, None
+
+
+def code_of(p: Tensor) -> tuple[Tensor, MemoryLayout, float, float] | None:
+    """Return the code of probabilities of a row that a packed softmax has saved, for products of them to save it too.
+
+    With how it lies in memory, its bits, and the mean that was taken out. None of other tensors.
+    """
+    if torch.compiler.is_compiling() or type(p.grad_fn).__name__ != "SoftmaxFunctionBackward":
+        return None
+    node: Any = p.grad_fn
+    stored = node.stored()
+    if stored is None or node.dim % p.dim() != p.dim() - 1:
+        return None
+    columns = p.shape[-1]
+    layout = MemoryLayout(tuple(range(p.dim())), tuple(p.shape), p.numel() // columns, columns)
+    return stored, layout, node.bits, 1 / columns
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:

@@ -6,11 +6,14 @@ import pytest
 import torch
 from cases import light_and_heavy
 from helpers import bytes_kept
+from module_cases import aligned
 from statistical import Z, z_scores
 from torch import nn
+from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations.softmax import PackedSoftmax
+from rmm_linear.memory import track_saved
 from rmm_linear.ops.softmax import pack_softmax, softmax_backward
 
 
@@ -85,3 +88,37 @@ def test_what_stays_as_it_is():
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(), Own(-1))
     assert convert(model, operations=["attention", "linear"]).packed == {}
+
+
+class Weighs(nn.Module):
+    """Attention by products and a softmax of its own code, or that of a module in it, without linear layers."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.softmax, self.weights, self.how = nn.Softmax(-1), nn.Parameter(torch.ones(3)), how
+
+    def forward(self, x):
+        q, k, v = (x.sin() * one for one in self.weights)
+        s = torch.bmm(q, k.transpose(1, 2))
+        p = F.softmax(s, dim=-1) if self.how == "function" else s.softmax(-1) if self.how == "method" else None
+        return torch.bmm(self.softmax(s) if p is None else p, v)
+
+
+@pytest.mark.parametrize("how", ["function", "method", "module"])
+def test_calls_in_a_modules_own_code_share_one_code_with_the_product(how):
+    model = nn.Sequential(Weighs(how)).train()
+    x, y = torch.randn(4, 128, 32), torch.randn(4, 128, 32)
+    (expected,) = torch.autograd.grad(model(x), [*model.parameters()], y)
+    report = convert(model, operations=["attention", "linear"])
+    found = []
+    for _ in range(60):
+        (gradient,) = torch.autograd.grad(model(x), [*model.parameters()], y)
+        found.append(gradient)
+    assert report.kept_anyway == []
+    assert (z_scores(torch.stack(found) - expected).abs() < Z).all()
+    with track_saved(model) as kept:
+        output = model(x)
+    assert output is not None
+    sizes = [one.bytes for one in kept.storages.values()]
+    assert sizes.count(aligned(8, 4 * 128 * 128 // 2, 4 * 128 * 2)) == 1
+    assert 4 * 4 * 128 * 128 not in sizes
