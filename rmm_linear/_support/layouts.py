@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 _MOST, _LEAST = 1024, 64  # columns: whole groups of any code, each with a random number of its own
-_unsafe_view = torch.ops.aten._unsafe_view.default
+as_shape = torch.ops.aten._unsafe_view.default  # a new tensor's .view that is no view: gradients are added in place
 
 
 def is_dense(tensor: Any) -> bool:
@@ -60,10 +61,15 @@ class MemoryLayout(NamedTuple):
 
     def tensor(self, matrix: Tensor) -> Tensor:
         """Return the tensor of a new :meth:`matrix`; mostly as no view of it, so that gradients are added in place."""
-        made = _unsafe_view(matrix, self.shape)
         if self.order == tuple(range(len(self.order))):
-            return made
-        return made.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+            return as_shape(matrix, self.shape)
+        return permuted(as_shape(matrix, self.shape), sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
+def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a new tensor with its dimensions in another order; mostly as no view of it."""
+    made = x.permute(order)
+    return made if torch.compiler.is_compiling() else made.data
 
 
 def _channels_last(x: Tensor) -> tuple[int, ...] | None:

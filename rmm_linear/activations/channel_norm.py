@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import LAST, MemoryLayout, is_channels_last, is_dense
+from rmm_linear._support.layouts import LAST, MemoryLayout, as_shape, is_channels_last, is_dense, permuted
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction, as_new, as_no_view
 from rmm_linear.ops.channel_norms import channel_backward, pack_channels
@@ -264,7 +264,9 @@ def _without_means(x: Tensor, groups: int) -> Tensor:
 
 def _as_before(x: Tensor, shape: torch.Size, is_last: bool) -> Tensor:
     """Undo :func:`_arranged`."""
-    return x.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1) if is_last else x.view(shape)
+    if not is_last:
+        return as_shape(x, shape)
+    return permuted(as_shape(x, (shape[0], *shape[2:], shape[1])), (0, len(shape) - 1, *range(1, len(shape) - 1)))
 
 
 def is_channel_norm(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import MemoryLayout, is_dense
+from rmm_linear._support.layouts import MemoryLayout, as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.experts import experts_bits
 from rmm_linear.context.sketch_cache import CacheEntry
@@ -35,7 +35,6 @@ from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARD = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-_unsafe_view = torch.ops.aten._unsafe_view.default
 _FUNCTIONS = {function.__name__ for function in (*_FORWARD, *_TRANSPOSED)}
 
 
@@ -239,7 +238,7 @@ class ConvolutionFunction(SavingFunction):
         with autocast_off(input.device.type):
             output = form.apply(cast(input, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
         # Without a batch it is a view, into which nothing could be written.
-        return output if input.dim() == len(form.stride) + 2 else _unsafe_view(output, output.shape)
+        return output if input.dim() == len(form.stride) + 2 else as_shape(output, output.shape)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
 
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
@@ -76,7 +76,7 @@ class DropoutFunction(SavingFunction):
         (grad_output,) = grad_outputs
         y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
         bits, index = ctx.saved_tensors
-        return apply_mask(y, bits, ctx.scale, index).view(grad_output.shape), None, None, None
+        return as_shape(apply_mask(y, bits, ctx.scale, index), grad_output.shape), None, None, None
 
 
 class SeededDropoutFunction(SavingFunction):
@@ -95,7 +95,7 @@ class SeededDropoutFunction(SavingFunction):
         (grad_output,) = grad_outputs
         y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
         (seed,) = ctx.saved_tensors
-        return dropout(y, seed, ctx.p).view(grad_output.shape), None, None, None
+        return as_shape(dropout(y, seed, ctx.p), grad_output.shape), None, None, None
 
 
 def _dropout(input: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 from rmm_linear.activations.pointwise import is_composed
@@ -127,7 +127,7 @@ class GatedFunction(SavingFunction):
         y = SavingFunction.received(ctx, grad_output, "a packed gated MLP")
         stored, index = ctx.saved_tensors
         found = apply_gated(y, stored, ctx.bits, index, *ctx.needs_input_grad[:2])
-        gradients = (None if one is None else one.view(grad_output.shape).to(ctx.dtype) for one in found)
+        gradients = (None if one is None else as_shape(one, grad_output.shape).to(ctx.dtype) for one in found)
         return *gradients, None, None, None, None
 
 

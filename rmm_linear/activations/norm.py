@@ -12,7 +12,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.layouts import as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.norm_form import EPS, Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
@@ -207,7 +207,7 @@ class NormFunction(SavingFunction):
         grad_weight = _like(grad_weight, weight.shape, weight.dtype) if needs_weight else None
         if needs_bias:
             grad_bias = _like(grad_bias, *ctx.bias_like)
-        return x.view(ctx.input_shape), grad_weight, grad_bias if needs_bias else None, None, None, None, None
+        return as_shape(x, ctx.input_shape), grad_weight, grad_bias if needs_bias else None, None, None, None, None
 
 
 def _like(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmm_linear._support.layouts import MemoryLayout, is_dense
+from rmm_linear._support.layouts import MemoryLayout, as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.code_noise import width_below
@@ -156,7 +156,7 @@ class PointwiseFunction(SavingFunction):
         y, (stored, index) = grad_output if ctx.layout is None else ctx.layout.matrix(grad_output), ctx.saved_tensors
         y = SavingFunction.received(ctx, y, "a packed activation")
         grad_input = apply_derivative(y, stored, index, *ctx.stored_as)
-        grad_input = grad_input.view(grad_output.shape) if ctx.layout is None else ctx.layout.tensor(grad_input)
+        grad_input = as_shape(grad_input, grad_output.shape) if ctx.layout is None else ctx.layout.tensor(grad_input)
         function = Pointwise(*ctx.stored_as[:2])
         if ctx.call.noise is not None and function.is_bounded and not function.is_exact:
             wide = torch.promote_types(y.dtype, torch.float32)  # without copies: memory may be short

@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rmm_linear._support.autocast import is_autocast
 from rmm_linear._support.distributed import is_dtensor
-from rmm_linear._support.layouts import LAST, is_channels_last, is_dense
+from rmm_linear._support.layouts import is_channels_last, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.layers.function import SavingFunction, as_no_view
-from rmm_linear.ops.pooling import pack_positions, unpack_positions
+from rmm_linear.ops.pooling import max_pool, max_pool_backward
 from rmm_linear.packing.pooling import Window
 
 _POOLS = nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d  # in one, two and three dimensions
-_backward_2d = torch.ops.aten.max_pool2d_with_indices_backward.default
-_backward_3d = torch.ops.aten.max_pool3d_with_indices_backward.default
 
 
 class PackedPool(PackedModule):
@@ -53,27 +50,18 @@ class PoolFunction(SavingFunction):
     @staticmethod
     def forward(ctx: Any, input: Tensor, window: Window, ceil_mode: bool, call: SavingCall) -> Tensor:
         """Pool."""
-        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(window.size) - 1]
-        output, indices = pool(input, *window[1:], ceil_mode=ceil_mode, return_indices=True)
-        ctx.call, ctx.window, ctx.ceil_mode, ctx.shape = call, window, ceil_mode, input.shape
-        ctx.format = LAST[input.dim()] if is_channels_last(input) else torch.contiguous_format
-        ctx.save_for_backward(pack_positions(indices, *map(list, window)))
+        ctx.call, ctx.how = call, (*map(list, window), ceil_mode)
+        ctx.is_last = is_channels_last(input)
+        output, stored = max_pool(input, *ctx.how)
+        ctx.save_for_backward(stored)
         return as_no_view(output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient."""
-        (y,), (stored,), window = grad_outputs, ctx.saved_tensors, ctx.window
+        (y,), (stored,) = grad_outputs, ctx.saved_tensors
         SavingFunction.received(ctx, y[:0], "a packed pool")
-        indices = unpack_positions(stored, list(y.shape), *map(list, window))
-        like = torch.empty(ctx.shape, dtype=y.dtype, device=y.device, memory_format=ctx.format)  # whose shape is read
-        how = [list(one) for one in window[1:]]
-        if len(window.size) == 1:
-            how = [[first, *one] for first, one in zip((1, 1, 0, 1), how, strict=True)]
-            y, like, indices = (one.unsqueeze(-2) for one in (y, like, indices))
-        run = _backward_3d if len(window.size) == 3 else _backward_2d
-        found = run(y, like, *how, ctx.ceil_mode, indices)
-        return found.squeeze(-2) if len(window.size) == 1 else found, None, None, None
+        return max_pool_backward(y, stored, *ctx.how, ctx.is_last), None, None, None
 
 
 def _is_other(module: nn.Module, input: Tensor) -> bool:

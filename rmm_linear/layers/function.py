@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off, cast
+from rmm_linear._support.layouts import as_shape
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.call_inputs import HostRead
 from rmm_linear.context.directions import Directions
@@ -31,8 +32,6 @@ from rmm_linear.packing import rounding_variance
 from rmm_linear.sketches import TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
-
-_unsafe_view = torch.ops.aten._unsafe_view.default
 
 
 def _apply(
@@ -59,7 +58,7 @@ def as_no_view(output: Tensor) -> Tensor:
             return as_new(output)
         if not output._is_view():
             return output
-    return _unsafe_view(output, output.shape)
+    return as_shape(output, output.shape)
 
 
 def as_new(output: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ def as_new(output: Tensor) -> Tensor:
     ``channels_last``.
     """
     is_lost = output.dim() > 3 and 1 in output.shape and not output.is_contiguous()
-    return output.clone() if is_lost else _unsafe_view(output, output.shape)
+    return output.clone() if is_lost else as_shape(output, output.shape)
 
 
 def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -91,7 +90,8 @@ def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor
     """Return the gradients with respect to input and bias from Y, shape (N, O)."""
     grad_input = grad_bias = None
     if ctx.needs_input_grad[0] and weight is not None:
-        grad_input = (y @ cast(weight, ctx.autocast_dtype)).view(ctx.input_shape).to(ctx.input_dtype)
+        # As no view, so that autograd adds the gradient of a residual connection in place.
+        grad_input = as_shape(y @ cast(weight, ctx.autocast_dtype), ctx.input_shape).to(ctx.input_dtype)
     if ctx.needs_input_grad[2]:
         grad_bias = y.sum(0).to(ctx.bias_dtype)
     return grad_input, grad_bias
@@ -243,7 +243,7 @@ class UnwatchedLinearFunction(SavingFunction):
         y = SavingFunction.received(ctx, grad_output, "sketched_linear")
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with autocast_off(y.device.type):
-            grad_input = torch.mm(y, weight).view(ctx.input_shape) if needs_input else None
+            grad_input = as_shape(torch.mm(y, weight), ctx.input_shape) if needs_input else None
             grad_bias = y.sum(0) if needs_bias else None
             grad_weight = None
             if needs_weight:

@@ -55,7 +55,17 @@ class Window(NamedTuple):
         """
         reach = ((k - 1) * d for k, d in zip(self.kernel, self.dilation, strict=True))
         is_valid = min(*self.kernel, *self.stride, *self.dilation) > 0 and math.prod(self.kernel) <= _MOST
-        return is_valid and all(one < s for one, s in zip(reach, self.size, strict=True))
+        sides = zip(reach, self.size, self.padding, strict=True)
+        return is_valid and all(one < s and 0 <= 2 * p <= one + 1 for one, s, p in sides)
+
+    def outputs(self, ceil_mode: bool) -> tuple[int, ...]:
+        """Return the sizes of the outputs' plane; the last window begins before the padding behind the input."""
+        sizes = []
+        for s, k, step, p, d in zip(*self, strict=True):
+            left = s + 2 * p - (k - 1) * d - 1
+            count = (left + (step - 1 if ceil_mode else 0)) // step + 1
+            sizes.append(count - (ceil_mode and (count - 1) * step >= s + p))
+        return tuple(sizes)
 
     def corners(self, outputs: Sequence[int], device: torch.device) -> Tensor:
         """Return the index of the first element of each window, int64, of the shape of the outputs' plane."""

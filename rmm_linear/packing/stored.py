@@ -15,7 +15,7 @@ from torch import Tensor
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
-_ALIGNED = 16  # bytes: every part can be viewed as its own dtype
+ALIGNED = 16  # bytes: every part can be viewed as its own dtype
 
 SEED: Part = ((1,), torch.int64)
 
@@ -80,4 +80,4 @@ def offsets(parts: tuple[Part, ...]) -> tuple[list[int], int]:
 def _padded(part: Part) -> int:
     shape, dtype = part
     size = math.prod(shape) * dtype.itemsize
-    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED
+    return (size + ALIGNED - 1) // ALIGNED * ALIGNED

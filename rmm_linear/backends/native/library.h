@@ -16,6 +16,7 @@
 #include "masks.c"
 #include "normal.c"
 #include "norms.c"
+#include "pooling.c"
 #include "packing.c"
 #include "channels.c"
 #include "transforms.c"

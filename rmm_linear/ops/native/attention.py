@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends import native
-from rmm_linear.backends.native.library import function, pointer, read_seed, threads, write_seeds
+from rmm_linear.backends.native.library import function, new_stored, pointer, read_seed, threads, write_seeds
 from rmm_linear.ops.native.masks import apply_mask
 from rmm_linear.ops.native.sketches import unpacked_rows
 from rmm_linear.packing.attention import (
@@ -40,7 +40,7 @@ def stored_attention(
     bits = bits_q, bits_k, bits_v
     counts = rows[0].shape[0], rows[1].shape[0], tuple(one.shape[1] for one in rows), bits
     (_, *places), size = _layout(*counts)
-    stored = query.new_zeros(size, dtype=torch.uint8)
+    stored = new_stored(query, size, places)
     seeds, base = write_seeds(stored, seed, 3), stored.data_ptr()
     for i, matrix in enumerate(rows):
         matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()

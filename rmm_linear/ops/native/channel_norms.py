@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
+from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seed
 from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.channel_norms import channel_parts, packed_shape, sets_of
 from rmm_linear.packing.norms import NormCopy, NormGradients
@@ -37,7 +37,7 @@ def pack_channels(
 def stored_channels(x: Tensor, seed: int | None, bits: int, eps: float, groups: int) -> Tensor:
     """Return the bytes of :func:`rmm_linear.ops.channel_norms.pack_channels`."""
     (_, *places), size = _layout(tuple(x.shape), groups, check_bits(bits))
-    stored = x.new_zeros(size, dtype=torch.uint8)
+    stored = new_stored(x, size, places)
     seed, base = write_seed(stored, seed), stored.data_ptr()
     _write(x, seed, bits, eps, groups, *[base + place for place in places])
     return stored

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends import native
-from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
+from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seed
 from rmm_linear.packing.derivatives import NAN, stored_layout
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.stored import offsets
@@ -87,7 +87,7 @@ def stored_derivative(
     """Return the bytes of :func:`rmm_linear.ops.derivatives.pack_derivative`."""
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     pointwise, places, size = _layout(name, tuple(parameters), bits, rows, columns)
-    stored = x.new_zeros(size, dtype=torch.uint8)
+    stored = new_stored(x, size, places)
     base = stored.data_ptr()
     seed = 0 if pointwise.is_exact else write_seed(stored, seed)
     if pointwise.is_bounded:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seeds
+from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seeds
 from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_parts
 from rmm_linear.packing.stored import offsets
@@ -39,7 +39,7 @@ def stored_gated(
     check_factors(a, b)
     rows, columns = a.shape[0] if index is None else index.shape[0], a.shape[1]
     places, size = _layout(rows, columns, bits, needs_a, needs_b)
-    stored = a.new_zeros(size, dtype=torch.uint8)
+    stored = new_stored(a, size, places)
     seeds, base = write_seeds(stored, seed, 2), stored.data_ptr()
     at = [None if place is None else base + place for place in places]
     write_gated(a, b, index, rows, seeds, activation, bits, at)

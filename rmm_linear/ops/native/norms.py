@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
+from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seed
 from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.norms import NormCopy, NormGradients, norm_parts
 from rmm_linear.packing.stored import offsets
@@ -42,7 +42,7 @@ def stored_norm(
         shape = x.shape
         x = x.reshape(math.prod(shape[: len(shape) - dims]), math.prod(shape[len(shape) - dims :]))
     (_, *places), size = _layout(x.shape[0] if index is None else index.shape[0], x.shape[1], check_bits(bits))
-    stored = x.new_zeros(size, dtype=torch.uint8)
+    stored = new_stored(x, size, places)
     seed, base = write_seed(stored, seed), stored.data_ptr()
     write_norm(x, index, seed, bits, eps, centered, *[base + place for place in places])
     return stored
