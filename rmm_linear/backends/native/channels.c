@@ -28,17 +28,23 @@ typedef struct {
 
 /* Adds Σx and Σx² of a run of one channel: about the mean of its beginning, so that little cancels. */
 static void add_run(const float *x, int64_t length, pair *to) {
-    int64_t few = length < 64 ? length : 64, i = 0;
-    float mean = row_sum(x, few, 0, 0) / few, last = 0, last_square = 0;
-    lanes sums[4] = {{0}}, products[4] = {{0}};
+    int64_t few = length < 4 * LANES ? length : 4 * LANES, i = 0;
+    lanes sums[4] = {{0}}, products[4] = {{0}}, begin = {0};
+    for (; i + LANES <= few; i += LANES) begin += LOAD(x + i);
+    if (i < few) begin += load_some(x + i, (int)(few - i), 0);
+    float mean = lanes_sum(begin) / few;
+    i = 0;
     for (; i + 4 * LANES <= length; i += 4 * LANES)
         for (int k = 0; k < 4; k++) {
             lanes v = LOAD(x + i + k * LANES) - mean;
             sums[k] += v, products[k] += v * v;
         }
-    for (; i < length; i++) last += x[i] - mean, last_square += (x[i] - mean) * (x[i] - mean);
-    double rest = lanes_sum(sums[0] + sums[1] + (sums[2] + sums[3])) + last;
-    double squares = lanes_sum(products[0] + products[1] + (products[2] + products[3])) + last_square;
+    for (; i < length; i += LANES) {
+        lanes v = (i + LANES <= length ? (lanes)LOAD(x + i) : load_some(x + i, (int)(length - i), mean)) - mean;
+        sums[0] += v, products[0] += v * v;
+    }
+    double rest = lanes_sum(sums[0] + sums[1] + (sums[2] + sums[3]));
+    double squares = lanes_sum(products[0] + products[1] + (products[2] + products[3]));
     to->one += rest + (double)length * mean;
     to->other += squares + 2 * mean * rest + (double)length * mean * mean;
 }
@@ -119,7 +125,7 @@ static void pack_channel_rows(
                 float shift = mean[k], scale = factor[k];
                 int64_t i = k * s.length, end = i + s.length;
                 for (; i + LANES <= end; i += LANES) STORE(h + i, (LOAD(from + i) - shift) * scale);
-                for (; i < end; i++) h[i] = (from[i] - shift) * scale;
+                if (i < end) store_some(h + i, (int)(end - i), (load_some(from + i, (int)(end - i), 0) - shift) * scale);
             }
         uint8_t *to = codes + row * length, *row_scales = scales + row * groups;
         pack_whole_groups(h, whole, bits, sign, n->rows[row], n->columns, to, row_scales);
@@ -159,10 +165,10 @@ static void unpack_channel_row(
             n->columns + whole * GROUP, scales + whole, h + whole * GROUP);
 }
 
-/* Σy and Σyh of every channel. buffer: 2 * columns and 2 * channels. */
+/* Σy and Σyh of every channel. kept: where h goes, or null. buffer: 2 * columns and 2 * channels. */
 static void channel_sums(
     const void *y, int type, shape s, int64_t begin, int64_t end, int bits, const noise *n, const uint8_t *codes,
-    const uint8_t *scales, float *buffer, pair *to) {
+    const uint8_t *scales, float *kept, float *buffer, pair *to) {
     float *h = buffer + s.columns, *ones = buffer + 2 * s.columns, *products = ones + s.channels;
     lanes sign[PARTS];
     load_signs(n->signs, sign);
@@ -170,19 +176,23 @@ static void channel_sums(
     for (int64_t row = begin; row < end; row++) {
         const float *from = widened(y, type, row * s.columns, s.columns, buffer);
         pair *places = to + first_channel(s, row);
+        h = kept ? kept + row * s.columns : h;
         unpack_channel_row(s, row, bits, sign, n, codes, scales, h);
         if (s.length > 1) {
             for (int64_t k = 0; k < s.columns / s.length; k++) {
                 const float *one = from + k * s.length, *other = h + k * s.length;
                 lanes sum = {0}, product = {0};
-                float last_sum = 0, last_product = 0;
                 int64_t i = 0;
                 for (; i + LANES <= s.length; i += LANES) {
                     lanes v = LOAD(one + i);
                     sum += v, product += v * LOAD(other + i);
                 }
-                for (; i < s.length; i++) last_sum += one[i], last_product += one[i] * other[i];
-                places[k].one += lanes_sum(sum) + last_sum, places[k].other += lanes_sum(product) + last_product;
+                if (i < s.length) {
+                    int left = (int)(s.length - i);
+                    lanes v = load_some(one + i, left, 0);
+                    sum += v, product += v * load_some(other + i, left, 0);
+                }
+                places[k].one += lanes_sum(sum), places[k].other += lanes_sum(product);
             }
             continue;
         }
@@ -193,20 +203,21 @@ static void channel_sums(
     }
 }
 
-/* dX = y * factor * (1 + v / M) - h * slope - mean. numbers: factors, slopes and means of channels. buffer: 3 * columns. */
+/* dX = y * factor * (1 + v / M) - h * slope - mean. numbers: factors, slopes and means of channels. out: has h, where it
+ * is float32. buffer: 3 * columns. */
 static void channel_backward_rows(
     const void *y, int type, shape s, int64_t begin, int64_t end, int bits, const noise *n, const uint8_t *codes,
     const uint8_t *scales, const float *numbers, void *out, int out_type, float *buffer) {
     int64_t groups = (s.columns + GROUP - 1) / GROUP, count = apart(s) * s.channels;
-    float *h = buffer + s.columns, *row_out = buffer + 2 * s.columns, part = (float)(1 / (12 * set_size(s)));
+    float *h = buffer + s.columns, *to = buffer + 2 * s.columns, part = (float)(1 / (12 * set_size(s)));
     lanes sign[PARTS];
     load_signs(n->signs, sign);
     for (int64_t row = begin; row < end; row++) {
         const float *from = widened(y, type, row * s.columns, s.columns, buffer);
         const float *factors = numbers + first_channel(s, row), *slopes = factors + count, *means = slopes + count;
         const uint8_t *row_scales = scales + row * groups;
-        float *to = out_type == FLOAT32 ? (float *)out + row * s.columns : row_out;
-        unpack_channel_row(s, row, bits, sign, n, codes, scales, h);
+        if (out_type == FLOAT32) h = (float *)out + row * s.columns;
+        else unpack_channel_row(s, row, bits, sign, n, codes, scales, h);
         if (s.length == 1)
             for (int64_t i = 0; i < s.columns; i++) to[i] = from[i] * factors[i], h[i] = h[i] * slopes[i] + means[i];
         else
@@ -217,16 +228,20 @@ static void channel_backward_rows(
                     STORE(to + i, LOAD(from + i) * factor);
                     STORE(h + i, LOAD(h + i) * slope + mean);
                 }
-                for (; i < end; i++) to[i] = from[i] * factor, h[i] = h[i] * slope + mean;
+                if (i < end) {
+                    int left = (int)(end - i);
+                    store_some(to + i, left, load_some(from + i, left, 0) * factor);
+                    store_some(h + i, left, load_some(h + i, left, 0) * slope + mean);
+                }
             }
         for (int64_t group = 0; group < groups; group++) {
             float scale = scale_of(row_scales[group]), kept = 1 + scale * scale * part;
             int64_t first = group * GROUP, last = first + GROUP < s.columns ? first + GROUP : s.columns;
             int64_t i = first;
-            for (; i + LANES <= last; i += LANES) STORE(to + i, LOAD(to + i) * kept - LOAD(h + i));
-            for (; i < last; i++) to[i] = to[i] * kept - h[i];
+            for (; i + LANES <= last; i += LANES) STORE(h + i, LOAD(to + i) * kept - LOAD(h + i));
+            for (; i < last; i++) h[i] = to[i] * kept - h[i];
         }
-        if (out_type != FLOAT32) narrow(to, out_type, s.columns, out, row * s.columns);
+        if (out_type != FLOAT32) narrow(h, out_type, s.columns, out, row * s.columns);
     }
 }
 
@@ -290,7 +305,8 @@ int V(rmm_channel_gradients)(
     {
         int64_t thread = omp_get_thread_num();
         channel_sums(
-            y, type, s, SHARE(rows), bits, &n, codes, scales, buffers + thread * each, sums + thread * count);
+            y, type, s, SHARE(rows), bits, &n, codes, scales, out_type == FLOAT32 ? out : NULL,
+            buffers + thread * each, sums + thread * count);
     }
     join_pairs(sums, count, threads);
     for (int64_t i = 0; to_gamma && i < channels; i++) {

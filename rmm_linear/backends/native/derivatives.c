@@ -1,9 +1,10 @@
 /* Derivatives of pointwise functions in few bits: rmm_linear/packing/derivatives.py in compiled form. */
 /* g', in steps above its low end: linear between `count` knots, the first at `begin`, `density` of them per unit of x.
- * `below` up to `begin`, `above` from `end` on. */
+ * `below` up to `begin`, `above` from `end` on. A knot has its value in the lower half, and in the upper half the next
+ * one's less it, in units of `unit`: one read for both. */
 typedef struct {
-    const float *knots;
-    float last, begin, density, end, below, above;
+    const int32_t *knots;
+    float unit, last, begin, density, end, below, above;
 } table;
 
 /* The function whose codes are one exact bit. */
@@ -54,26 +55,27 @@ INLINE void split(const uint8_t *from, int size, int bits, uint8_t *q) {
         for (int i = 0; i < size; i++) q[i] = from[i % h] >> i / h * bits & mask;
 }
 
-/* The knots on both sides of LANES places: the numbers of the left ones are given. */
-INLINE void find_knots(const float *knots, ints number, lanes *left, lanes *right) {
+/* The knots with LANES numbers. */
+INLINE ints find_knots(const int32_t *knots, ints number) {
 #if LANES == 16
-    *left = (lanes)_mm512_i32gather_ps((__m512i)number, knots, 4);
-    *right = (lanes)_mm512_i32gather_ps((__m512i)number, knots + 1, 4);
+    return (ints)_mm512_i32gather_epi32((__m512i)number, knots, 4);
 #elif LANES == 8
-    *left = (lanes)_mm256_i32gather_ps(knots, (__m256i)number, 4);
-    *right = (lanes)_mm256_i32gather_ps(knots + 1, (__m256i)number, 4);
+    return (ints)_mm256_i32gather_epi32(knots, (__m256i)number, 4);
 #else
-    for (int i = 0; i < LANES; i++) (*left)[i] = knots[number[i]], (*right)[i] = knots[number[i] + 1];
+    ints found;
+    for (int i = 0; i < LANES; i++) found[i] = knots[number[i]];
+    return found;
 #endif
 }
 
 /* Codes plus 1 of a part of a group. */
 INLINE ints part_codes(lanes v, const table *t, ints chance) {
-    lanes at = (v - t->begin) * t->density, left, right;
+    lanes at = (v - t->begin) * t->density;
     at = MIN(MAX(at, all(0)), all(t->last)); /* a NaN becomes 0 */
     ints number = TRUNCATE(at);
-    find_knots(t->knots, number, &left, &right);
-    lanes steps = left + (at - __builtin_convertvector(number, lanes)) * (right - left);
+    ints knot = find_knots(t->knots, number);
+    lanes left = __builtin_convertvector(knot & 0xFFFF, lanes), slope = __builtin_convertvector(knot >> 16, lanes);
+    lanes steps = (left + (at - __builtin_convertvector(number, lanes)) * slope) * t->unit;
     ints is_inside = v > all(t->begin), is_above = v >= all(t->end);
     steps = PICK(is_inside, steps, all(t->below));
     steps = PICK(is_above, all(t->above), steps);
@@ -238,9 +240,9 @@ static void apply_derivative_rows(
  * rows have one. codes: contiguous. Returns 0, or 2 if memory could not be allocated. */
 int V(rmm_pack_derivative)(
     const void *x, int type, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
-    const float *knots, int64_t count, float begin, float density, float end, float below, float above,
+    const int32_t *knots, int64_t count, float unit, float begin, float density, float end, float below, float above,
     int64_t *seed, uint8_t *codes, int threads) {
-    table t = {knots, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
+    table t = {knots, unit, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
     noise n;
     int found = 0;
     if (!begin_noise(&n, seed ? *seed : 0, 0, kind == TABLE ? rows : 0, kind == TABLE ? columns : 0)) return 2;

@@ -122,6 +122,25 @@ INLINE lanes all(float value) {
     return value - zero; /* unlike a sum, this leaves -0 alone, so that compilers can leave it out */
 }
 
+/* The first `count` of fewer numbers than there are lanes, and `rest` in the other lanes. */
+INLINE lanes load_some(const float *from, int count, float rest) {
+#if LANES == 16
+    return (lanes)_mm512_mask_loadu_ps(_mm512_set1_ps(rest), (__mmask16)((1u << count) - 1), from);
+#else
+    lanes v = all(rest);
+    for (int i = 0; i < count; i++) v[i] = from[i];
+    return v;
+#endif
+}
+
+INLINE void store_some(float *to, int count, lanes v) {
+#if LANES == 16
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)v);
+#else
+    for (int i = 0; i < count; i++) to[i] = v[i];
+#endif
+}
+
 /* Whether a lane of v is NaN. */
 INLINE int any_nan(lanes v) {
 #if LANES == 16

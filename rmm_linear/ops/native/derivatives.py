@@ -34,7 +34,9 @@ class DerivativeTable:
     """A derivative as the C library reads it, in steps above its low end.
 
     Attributes:
-        knots: Values at equally distant x, between which it is linear; float32.
+        knots: Of equally distant x, between which it is linear, int32: the lower half is the value, the upper half that
+            of the next one less it.
+        unit: Of both, in steps.
         begin: x of the first knot.
         density: Knots per unit of x.
         end: From this x on, the derivative is ``above``.
@@ -42,6 +44,7 @@ class DerivativeTable:
     """
 
     knots: Tensor
+    unit: float
     begin: float
     density: float
     end: float
@@ -61,16 +64,19 @@ def derivative_table(pointwise: Pointwise, bits: int) -> DerivativeTable | None:
     steps = ((derivative - pointwise.range[0]) / pointwise.step(bits)).clamp(min=0)
     below, above = steps[-2:].tolist()
     # At 0 itself, the derivative of ELU is that of its exponential.
-    return DerivativeTable(steps[:-2].float(), begin, _DENSITY, end or _SMALLEST, below, above)
+    unit = float(steps.max()) / (2**16 - 1)
+    knots = (steps[:-2] / unit).round().long()
+    slopes = knots.diff(append=knots[-1:])
+    return DerivativeTable((knots | slopes << 16).to(torch.int32), unit, begin, _DENSITY, end or _SMALLEST, below, above)
 
 
 @functools.lru_cache(maxsize=64)
-def _table(pointwise: Pointwise, bits: int) -> tuple[object, tuple[int, int, float, float, float, float, float]]:
+def _table(pointwise: Pointwise, bits: int) -> tuple[object, tuple[int, int, float, float, float, float, float, float]]:
     """Return the table, and address, length, interval and limits of its derivative as arguments."""
     table = derivative_table(pointwise, bits)
     if table is None:
-        return None, (0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    line = table.begin, table.density, table.end, table.below, table.above
+        return None, (0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    line = table.unit, table.begin, table.density, table.end, table.below, table.above
     return table, (table.knots.data_ptr(), len(table.knots), *line)
 
 
