@@ -323,7 +323,7 @@ IN_PLACE = {"silu": nn.SiLU, "relu": nn.ReLU, "mish": nn.Mish, "hardswish": nn.H
 POINTWISE = {
     "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh"), "quick_gelu": lambda: ACT2FN["quick_gelu"],
     "sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "elu": lambda: nn.ELU(1.5), "leaky_relu": lambda: nn.LeakyReLU(0.2),
-    "relu_squared": lambda: ACT2FN["relu2"], **IN_PLACE,
+    "relu_squared": lambda: ACT2FN["relu2"], "hardtanh": nn.ReLU6, **IN_PLACE,
 }  # fmt: skip
 NORMS = {
     "layer": nn.LayerNorm, "rms": nn.RMSNorm, "no bias": lambda width: nn.LayerNorm(width, bias=False),
@@ -344,7 +344,7 @@ def _linear(kind, bits, make=one_linear, **fields):
 
 
 def _pointwise(name, make, bits=4):
-    is_exact, scaled = name in ("relu", "leaky_relu"), name == "relu_squared"
+    is_exact, scaled = name in ("relu", "leaky_relu", "hardtanh"), name == "relu_squared"
     saved = pointwise_bytes(1 if is_exact else bits, not is_exact, scaled)
     return Member("activation", lambda width: make(), saved, ("x",) * is_exact, {"activation_bits": bits})
 

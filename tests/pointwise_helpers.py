@@ -4,7 +4,7 @@ import torch
 
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
-PARAMETERS = {"elu": (1.7,), "leaky_relu": (0.1,)}  # ELU's with a jump of its derivative at 0
+PARAMETERS = {"elu": (1.7,), "leaky_relu": (0.1,), "hardtanh": (-0.5, 6.0)}  # ELU's with a jump of its derivative at 0
 FOUND = [Pointwise(name, PARAMETERS.get(name, ())) for name in FUNCTIONS]
 EXACT = [function for function in FOUND if function.is_exact]
 ROUNDED = [function for function in FOUND if function.is_bounded and not function.is_exact]

@@ -14,7 +14,7 @@ from rmm_linear.backends.triton import kernels
 from rmm_linear.packing import derivatives as plain
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
-PARAMETERS = {"elu": (1.7,), "leaky_relu": (0.1,)}
+PARAMETERS = {"elu": (1.7,), "leaky_relu": (0.1,), "hardtanh": (-0.5, 6.0)}
 NAMES = tuple(name for name in FUNCTIONS if name != "relu_squared")  # packed as any matrix
 
 
@@ -43,7 +43,7 @@ def derivative(
 
 def cases() -> list[tuple[Any, ...]]:
     """Arguments of :func:`derivative` that reach every function, width, dtype and view."""
-    exact = ("relu", "leaky_relu")
+    exact = ("relu", "leaky_relu", "hardtanh")
     found: list[tuple[Any, ...]] = [(name, 1 if name in exact else 4, torch.float32, 70) for name in NAMES]
     found += [("gelu", bits, torch.float32, columns, True) for bits in (1, 2, 8) for columns in (1, 130)]
     found += [("silu", 2, dtype, 70) for dtype in (torch.float16, torch.bfloat16)]

@@ -31,8 +31,10 @@ _TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {
     nn.Tanh: lambda module: Pointwise("tanh"),
     nn.ELU: lambda module: Pointwise("elu", (float(module.alpha),)),
     nn.LeakyReLU: lambda module: Pointwise("leaky_relu", (float(module.negative_slope),)),
+    nn.Hardtanh: lambda module: Pointwise("hardtanh", (float(module.min_val), float(module.max_val))),
+    nn.ReLU6: lambda module: Pointwise("hardtanh", (float(module.min_val), float(module.max_val))),
 }
-_UNPARAMETERIZED = [name for name in FUNCTIONS if name not in ("elu", "leaky_relu")]
+_UNPARAMETERIZED = [name for name in FUNCTIONS if name not in ("elu", "leaky_relu", "hardtanh")]
 _SEQUENCES = 3  # dimensions, of tokens
 _TOLERANCE = 1e-7  # constants that a model writes with ten digits, not another function
 _found: dict[tuple[Any, ...], Pointwise | None] = {}
@@ -44,13 +46,13 @@ class PackedActivation(PackedModule):
     The output is that of the module itself, to the bit, unless ``RMMConfig.fused`` lets a kernel make it that rounds
     otherwise; modules that work in place stay as they are, and those that are composed of several of PyTorch's
     functions do under autocast, which gives each its own dtype. The gradient by the input is unbiased, see
-    :mod:`rmm_linear.packing.derivatives`; of ReLU and LeakyReLU it is exact.
+    :mod:`rmm_linear.packing.derivatives`; of ReLU, LeakyReLU, Hardtanh and ReLU6 it is exact.
 
     Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
     code they save what they saved before.
 
     Attributes:
-        rmm_bits: Bits per element, 8, 4, 2 or 1; ReLU and LeakyReLU always take 1, ReLU² at least 2.
+        rmm_bits: Bits per element, 8, 4, 2 or 1; those whose gradient is exact always take 1, ReLU² at least 2.
         rmm_function: What the module computes, found when it is set up and when one of its attributes changes.
         rmm_is_composed: Whether it computes that by several functions.
     """

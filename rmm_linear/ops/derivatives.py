@@ -44,7 +44,7 @@ def _square_plainly(
 
 def _functions() -> Iterator[tuple[Pointwise, int]]:
     """Return every function, and widths that it has."""
-    parameters = {"elu": (1.7,), "leaky_relu": (0.1,)}  # ELU's with a jump of its derivative at 0
+    parameters = {"elu": (1.7,), "leaky_relu": (0.1,), "hardtanh": (-0.5, 6.0)}  # ELU's with a jump of its derivative at 0
     for place, name in enumerate(FUNCTIONS):
         function = Pointwise(name, parameters.get(name, ()))
         yield from ((function, bits) for bits in {function.bits(2), function.bits((8, 4, 1)[place % 3])})
@@ -104,7 +104,7 @@ def pack_derivative(
     """Save the derivative of a pointwise function in few bits.
 
     x: Input of the function, shape (N, C). index: Rows to store, int64, shape (n,); None for all. bits: 8, 4, 2 or 1; 1
-    for "relu" and "leaky_relu", at least 2 for "relu_squared". Returns the bytes of :func:`stored_parts`.
+    for functions that are exact in one bit, at least 2 for "relu_squared". Returns the bytes of :func:`stored_parts`.
     """
     rows, columns = x.shape
     function, parts = stored_layout(name, tuple(parameters), bits, rows if index is None else index.shape[0], columns)

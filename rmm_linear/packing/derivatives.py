@@ -10,7 +10,7 @@ This is the subtractive dither of :mod:`rmm_linear.packing.pack`, with its rando
 ± step / 2 whatever x is, so dX̂ has the mean dX, and E‖dX̂ − dX‖² = step² / 12 · ‖dY‖². Two of the numbers u are
 independent, so of the weight gradient of the layer below, which sums over rows, the variance is exact as well.
 
-The derivatives of ReLU and LeakyReLU have two values: one bit, no random numbers, and dX is exact. That of ReLU² has
+The derivatives of ReLU, LeakyReLU and Hardtanh, as which ReLU6 counts, have two values: one bit, no random numbers, and dX is exact. That of ReLU² has
 no bounded range; relu(x) is saved instead, packed in rotated groups by :func:`rmm_linear.packing.pack`.
 
 No code is left for NaN. A NaN in a stored row of x replaces the seed by :data:`NAN`, which makes all of dX̂ NaN: nothing
@@ -134,7 +134,7 @@ def check_width(function: Pointwise, bits: int) -> None:
 
 def below(y: Tensor, function: Pointwise) -> Tensor | float:
     """Return dX where the derivative of a function that is exact in one bit is not 1: 0, or the slope times dY."""
-    return y * function.parameters[0] if function.parameters else 0
+    return y * function.parameters[0] if function.name == "leaky_relu" else 0
 
 
 def _shape(codes: Tensor, y: Tensor) -> tuple[int, int]:

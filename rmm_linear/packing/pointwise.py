@@ -24,7 +24,7 @@ class Pointwise:
     """A function that is applied to every element.
 
     Attributes:
-        parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
+        parameters: (α,) of "elu", (slope,) of "leaky_relu", (least, most) of "hardtanh"; () for the others.
 
     Example:
         >>> Pointwise("leaky_relu", (0.1,)).derivative(torch.tensor([-2.0, 3.0]))
@@ -51,7 +51,7 @@ class Pointwise:
     @property
     def is_exact(self) -> bool:
         """Whether g' has two values, one of which is 1, so that one bit says all."""
-        return self.name in ("relu", "leaky_relu")
+        return self.name in ("relu", "leaky_relu", "hardtanh")
 
     @property
     def is_bounded(self) -> bool:
@@ -136,6 +136,11 @@ def _leaky_relu(x: Tensor, slope: float) -> Tensor:
     return torch.where(x > 0, torch.ones_like(x), slope)
 
 
+def _hardtanh(x: Tensor, least: float, most: float) -> Tensor:
+    # Of NaN, vectors of PyTorch take 0, and scalars 1.
+    return torch.where((x > least) & (x < most), torch.ones_like(x), 0)
+
+
 FUNCTIONS: dict[str, PointwiseFamily] = {
     "gelu": PointwiseFamily(F.gelu, _gelu, (-0.129, 1.129)),
     "gelu_tanh": PointwiseFamily(_gelu_tanh_value, _gelu_tanh, (-0.1292, 1.1292)),
@@ -150,5 +155,6 @@ FUNCTIONS: dict[str, PointwiseFamily] = {
     "elu": PointwiseFamily(F.elu, _elu, (0.0, 1.0)),
     "relu": PointwiseFamily(F.relu, _relu, (0.0, 1.0)),
     "leaky_relu": PointwiseFamily(F.leaky_relu, _leaky_relu, (0.01, 1.0)),
+    "hardtanh": PointwiseFamily(F.hardtanh, _hardtanh, (0.0, 1.0)),
     "relu_squared": PointwiseFamily(lambda x: F.relu(x).square(), lambda x: 2 * F.relu(x), (0.0, math.inf)),
 }

@@ -28,6 +28,8 @@ activations = pytest.importorskip("transformers.activations")
         (nn.Tanh(), "tanh", ()),
         (nn.ELU(0.5), "elu", (0.5,)),
         (nn.LeakyReLU(0.3), "leaky_relu", (0.3,)),
+        (nn.Hardtanh(-2, 3), "hardtanh", (-2.0, 3.0)),
+        (nn.ReLU6(inplace=True), "hardtanh", (0.0, 6.0)),
     ],
     ids=repr,
 )
@@ -54,7 +56,7 @@ def test_modules_of_torch(module, name, parameters):
         ("sigmoid", "sigmoid"),
         ("tanh", "tanh"),
         ("gelu_10", None),  # clipped at 10
-        ("relu6", None),
+        ("relu6", "hardtanh"),
         ("laplace", None),
         ("linear", None),
         ("prelu", None),  # learned
@@ -182,6 +184,7 @@ def test_nan_and_infinity_reach_the_output_and_nan_the_gradient():
     ("module", "name", "value"),
     [
         (nn.LeakyReLU(0.2), "negative_slope", 0.6),
+        (nn.Hardtanh(-1.0, 1.0), "max_val", 2.0),
         (nn.ELU(1.0), "alpha", 0.3),
         (nn.GELU(), "approximate", "tanh"),
         (activations.ACT2FN["gelu_python"], "act", nn.functional.silu),

@@ -32,10 +32,11 @@ def _tanh(b_x):
 
 
 @triton.jit
-def value(b_x, parameter, FUNCTION: tl.constexpr):
+def value(b_x, parameter, low, FUNCTION: tl.constexpr):
     """g(x), float32, any shape.
 
-    b_x: float32; of ±∞ and NaN the results are PyTorch's. parameter: α of "elu", slope of "leaky_relu".
+    b_x: float32; of ±∞ and NaN the results are PyTorch's. parameter: α of "elu", slope of "leaky_relu", least of "hardtanh", whose most is
+    ``low``.
     """
     b_c = tl.where(b_x > -_FAR, tl.minimum(b_x, _FAR), -_FAR)
     if FUNCTION == "gelu":
@@ -62,6 +63,8 @@ def value(b_x, parameter, FUNCTION: tl.constexpr):
         return tl.where(b_x > 0, b_x, parameter * (2.0 * b_t / (1.0 - tl.where(b_x > 0, 0.0, b_t))))
     elif FUNCTION == "relu":
         return tl.where(b_x <= 0, 0.0, b_x)
+    elif FUNCTION == "hardtanh":
+        return tl.where(b_x <= parameter, parameter, tl.where(b_x >= low, low, b_x))
     else:
         tl.static_assert(FUNCTION == "leaky_relu")
         return tl.where(b_x > 0, b_x, b_x * parameter)
@@ -87,9 +90,9 @@ def _activate_kernel(
         m_k = (o_k >= 0) & m_n
         o_k = tl.maximum(o_k, 0)
         b_x = tl.load(p_x + o_n[:, None] * stride + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_out = value(b_x, parameter, FUNCTION).to(p_out.dtype.element_ty)
+        b_out = value(b_x, parameter, low, FUNCTION).to(p_out.dtype.element_ty)
         tl.store(p_out + o_n[:, None] * n_columns + o_j[None, :], b_out, mask=m_x)
-        if FUNCTION == "relu" or FUNCTION == "leaky_relu":
+        if FUNCTION == "relu" or FUNCTION == "leaky_relu" or FUNCTION == "hardtanh":
             b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
         else:
             b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
@@ -146,7 +149,7 @@ def activate_and_pack(
         x: float16, bfloat16 or float32, shape (N, C), any row stride.
         codes: Written to; uint8, shape (n, ⌈C·bits/8⌉), contiguous.
         name: As for ``pack_derivative``, as the following ones.
-        parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
+        parameters: (α,) of "elu", (slope,) of "leaky_relu", (least, most) of "hardtanh"; () for the others.
         line: Low end of the derivative's range, and the step from one code to the next.
         bits: 8, 4, 2 or 1.
         seed: int64, shape (1,), which becomes −2⁶³ if the stored rows have a NaN; None where one bit is exact.
@@ -158,6 +161,7 @@ def activate_and_pack(
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (low, step), (rows, columns) = line, x.shape
+    low = parameters[1] if name == "hardtanh" else low
     if out.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(

@@ -88,6 +88,8 @@ def code_of(b_x, b_row, b_column, parameter, low, inverse, FUNCTION: tl.constexp
         return tl.where(b_x <= 0, 0, 1)
     elif FUNCTION == "leaky_relu":
         return tl.where(b_x > 0, 1, 0)
+    elif FUNCTION == "hardtanh":
+        return tl.where((b_x > parameter) & (b_x < low), 1, 0)
     else:
         b_steps = tl.maximum((derivative(b_x, parameter, FUNCTION) - low) * inverse, 0.0)
         # The sum is at least 1/2 and rounded to a whole number, by the last bit of 3 · 2²²: that of the code.
@@ -120,7 +122,7 @@ def _pack_derivative_kernel(
         m_x = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
         b_x = tl.load(p_x + o_row[:, None] * stride + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if FUNCTION == "relu" or FUNCTION == "leaky_relu":
+        if FUNCTION == "relu" or FUNCTION == "leaky_relu" or FUNCTION == "hardtanh":
             b_code = code_of(b_x, o_k, o_j, parameter, low, inverse, FUNCTION)
         else:
             b_row, b_column = tile_words(tl.load(p_seed), begin, i_g, B_K)
@@ -139,7 +141,7 @@ def _apply_derivative_kernel(
     p_y: (N, C), rows ``stride`` apart. p_out: (N, C), contiguous. step: of the codes. The others: as for packing.
     """
     i_g, o_j, first = program_place(n_columns, n_tiles, B_K)
-    if FUNCTION != "relu" and FUNCTION != "leaky_relu":
+    if FUNCTION != "relu" and FUNCTION != "leaky_relu" and FUNCTION != "hardtanh":
         low = tl.where(tl.load(p_seed) == NAN, float("nan"), low)
     for i_t in range(n_tiles):
         begin = first + i_t * B_K
@@ -149,7 +151,7 @@ def _apply_derivative_kernel(
         o_row = tl.load(p_index + o_k, mask=m_k, other=0) if HAS_INDEX else o_k
         b_code = load_codes(o_k, m_k, i_g, n_columns, row_bytes, p_codes, BITS, TAIL)
         b_y = tl.load(p_y + o_row[:, None] * stride + o_j[None, :], mask=m_y, other=0.0).to(tl.float32)
-        if FUNCTION == "relu":
+        if FUNCTION == "relu" or FUNCTION == "hardtanh":
             b_out = tl.where(b_code > 256, b_y, 0.0)
         elif FUNCTION == "leaky_relu":
             b_out = tl.where(b_code > 256, b_y, b_y * parameter)
@@ -174,9 +176,9 @@ def pack_derivative(
     Args:
         x: float16, bfloat16 or float32, shape (N, C), any row stride.
         codes: Written to; uint8, shape (n, ⌈C·bits/8⌉), contiguous.
-        name: "gelu", "gelu_tanh", "silu", "quick_gelu", "mish", "hardswish", "sigmoid", "tanh", "elu", or "relu" and
-            "leaky_relu", which are exact in one bit.
-        parameters: (α,) of "elu", (slope,) of "leaky_relu"; () for the others.
+        name: "gelu", "gelu_tanh", "silu", "quick_gelu", "mish", "hardswish", "sigmoid", "tanh", "elu", or "relu",
+            "leaky_relu" and "hardtanh", which are exact in one bit.
+        parameters: (α,) of "elu", (slope,) of "leaky_relu", (least, most) of "hardtanh"; () for the others.
         line: Low end of the derivative's range, and the step from one code to the next.
         bits: 8, 4, 2 or 1.
         seed: int64, shape (1,), which becomes −2⁶³ if the rows have a NaN; None where one bit is exact.
@@ -184,6 +186,7 @@ def pack_derivative(
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     (low, step), (rows, row_bytes), columns = line, codes.shape, x.shape[1]
+    low = parameters[1] if name == "hardtanh" else low
     if codes.numel():
         taken, grid = tiles(rows, cdiv(columns, GROUP))
         launch(

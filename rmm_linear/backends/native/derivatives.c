@@ -8,7 +8,7 @@ typedef struct {
 } table;
 
 /* The function whose codes are one exact bit. */
-enum { TABLE, RELU, LEAKY_RELU };
+enum { TABLE, RELU, LEAKY_RELU, HARDTANH }; /* of the last, the table's begin and end are its limits */
 
 static const int64_t NOT_A_NUMBER = INT64_MIN; /* in place of a seed: x had a NaN */
 
@@ -113,6 +113,8 @@ INLINE void code_group(
         for (int i = 0; i < size; i++) q[i] = !(x[i] <= 0);
     else if (kind == LEAKY_RELU)
         for (int i = 0; i < size; i++) q[i] = x[i] > 0;
+    else if (kind == HARDTANH)
+        for (int i = 0; i < size; i++) q[i] = (x[i] > t->begin) & (x[i] < t->end);
     else {
         float padded[GROUP] = {0};
         int32_t words[GROUP] = {0};
@@ -156,6 +158,7 @@ static int pack_derivative_rows(
         /* kind and bits are constants in each call, so that the compiler specializes it. */
         if (kind == RELU) pack_derivative_row(x, type, from, columns, RELU, 1, t, 0, c, to);
         else if (kind == LEAKY_RELU) pack_derivative_row(x, type, from, columns, LEAKY_RELU, 1, t, 0, c, to);
+        else if (kind == HARDTANH) pack_derivative_row(x, type, from, columns, HARDTANH, 1, t, 0, c, to);
         else if (bits == 4) found |= pack_derivative_row(x, type, from, columns, TABLE, 4, t, a[row], c, to);
         else if (bits == 2) found |= pack_derivative_row(x, type, from, columns, TABLE, 2, t, a[row], c, to);
         else if (bits == 1) found |= pack_derivative_row(x, type, from, columns, TABLE, 1, t, a[row], c, to);
@@ -195,7 +198,7 @@ INLINE void apply_group(
 INLINE void apply_exact_group(const float *y, int size, const uint8_t *from, int kind, float slope, float *out) {
     uint8_t q[GROUP];
     split(from, size, 1, q);
-    if (kind == RELU)
+    if (kind != LEAKY_RELU)
         for (int i = 0; i < size; i++) out[i] = q[i] ? y[i] : 0;
     else
         for (int i = 0; i < size; i++) out[i] = y[i] * (q[i] ? 1 : slope);
@@ -226,7 +229,7 @@ static void apply_derivative_rows(
     for (int64_t row = begin; row < end; row++) {
         int64_t at = (index ? index[row] : row) * columns;
         const uint8_t *from = codes + row * length;
-        if (kind == RELU) apply_derivative_row(y, type, at, columns, RELU, 1, from, 0, 0, 0, c, out);
+        if (kind == RELU || kind == HARDTANH) apply_derivative_row(y, type, at, columns, RELU, 1, from, 0, 0, 0, c, out);
         else if (kind == LEAKY_RELU) apply_derivative_row(y, type, at, columns, LEAKY_RELU, 1, from, low, 0, 0, c, out);
         else if (bits == 4) apply_derivative_row(y, type, at, columns, TABLE, 4, from, low, step, a[row], c, out);
         else if (bits == 2) apply_derivative_row(y, type, at, columns, TABLE, 2, from, low, step, a[row], c, out);

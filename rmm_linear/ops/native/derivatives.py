@@ -21,7 +21,7 @@ from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.packing.stored import offsets
 
 _TABLE = 0
-_KINDS = {"relu": 1, "leaky_relu": 2}
+_KINDS = {"relu": 1, "leaky_relu": 2, "hardtanh": 3}
 _SPANS = {"hardswish": (-3, 3), "elu": (-16, 0)}  # from jump to jump
 _SPAN = (-16, 16)
 _DENSITY = 128  # knots per unit of x
@@ -75,7 +75,8 @@ def _table(pointwise: Pointwise, bits: int) -> tuple[object, tuple[int, int, flo
     """Return the table, and address, length, interval and limits of its derivative as arguments."""
     table = derivative_table(pointwise, bits)
     if table is None:
-        return None, (0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        least, most = pointwise.parameters if pointwise.name == "hardtanh" else (0.0, 0.0)
+        return None, (0, 0, 0.0, least, 0.0, most, 0.0, 0.0)
     line = table.unit, table.begin, table.density, table.end, table.below, table.above
     return table, (table.knots.data_ptr(), len(table.knots), *line)
 
@@ -172,5 +173,5 @@ def read_derivative(
 def _range(pointwise: Pointwise, bits: int) -> tuple[float, float]:
     """Return the lowest derivative and the step from one code to the next; of LeakyReLU its slope."""
     if pointwise.is_exact:
-        return (pointwise.parameters[0] if pointwise.parameters else pointwise.range[0]), 0.0
+        return (pointwise.parameters[0] if pointwise.name == "leaky_relu" else 0.0), 0.0
     return pointwise.range[0], pointwise.step(bits)
