@@ -5,8 +5,8 @@
 layers on tokens of a Markov chain, and measures the noise of the whole gradient on the next batch. ``left`` explains
 what ten families of models still save that is not compressed: two layers with random weights, in training mode, with
 their loss and their own dropout. ``presets`` has the noise of every quality through training. ``steps`` times
-training steps, exact and converted ones in turns. ``peaks`` compares the bytes that a step saves with its peak of live
-bytes, and of the process.
+training steps, exact and converted ones in turns, and ``images`` those of ResNet-50 and ConvNeXt-T. ``peaks`` compares
+the bytes that a step saves with its peak of live bytes, and of the process.
 
 Every setting of ``peaks`` runs in processes of its own: one counts what autograd saves and the peak of live bytes,
 another one how far the resident set of the process (RSS) rises in the same step, on Linux. Parameters and gradients
@@ -19,7 +19,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -328,26 +328,61 @@ def _noise(title: str, model: nn.Module, batches: list[dict[str, Any]], draws: i
 
 
 def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
-    """Time steps of RoBERTa-base's shape, exact, with linears alone and with everything, in turns."""
+    """Time steps of RoBERTa-base's shape, exact, with linears alone and with everything."""
     for title, make, shape in steps(tiny):
         torch.manual_seed(0)
-        models: dict[tuple[str, ...], nn.Module] = {(): make()}
-        batch = inputs(models[()], *shape)
-        for setting in SETTINGS[1:]:
-            models[setting] = twin(models[()])
-            convert(models[setting], operations=setting)
-        seconds: dict[tuple[str, ...], list[float]] = {setting: [] for setting in SETTINGS}
-        for turn in range(-2, rounds):
-            for setting in SETTINGS if turn % 2 else reversed(SETTINGS):
-                began = time.thread_time()
-                models[setting](**batch).loss.backward()
-                if turn >= 0:
-                    seconds[setting].append(time.thread_time() - began)
-                models[setting].zero_grad(set_to_none=False)
-        for setting in SETTINGS:
-            ratio = statistics.median(a / b for a, b in zip(seconds[setting], seconds[()], strict=True))
-            value = statistics.median(seconds[setting])
-            yield BlockRow("steps", title, " ".join(setting) or "exact", value=value, relative=ratio)
+        model = make()
+        yield from _in_turns("steps", title, model, inputs(model, *shape), SETTINGS, rounds)
+
+
+def measure_images(rounds: int, tiny: bool) -> Iterator[BlockRow]:
+    """Time steps of ResNet-50 and ConvNeXt-T, in both memory formats, exact, by operation and with everything."""
+    import transformers
+
+    sizes, side = ({"depths": [1, 1], "hidden_sizes": [16, 32]}, 32) if tiny else ({}, 160)
+    small = {"embedding_size": 8} if tiny else {}
+    kinds = {
+        "resnet-50": lambda: transformers.ResNetForImageClassification(transformers.ResNetConfig(**sizes, **small)),  # pyright: ignore[reportArgumentType]
+        "convnext-t": lambda: transformers.ConvNextForImageClassification(
+            transformers.ConvNextConfig(**sizes, num_stages=len(sizes.get("depths", range(4))))  # pyright: ignore[reportArgumentType]
+        ),
+    }
+    for title, make in kinds.items():
+        norm = ("norm", "pooling") if title == "resnet-50" else ("linear", "norm")
+        settings = (), ("convolution",), norm, ("activation",), OPERATIONS
+        for name, like in (("channels first", torch.contiguous_format), ("channels last", torch.channels_last)):
+            torch.manual_seed(0)
+            model = make().train().to(memory_format=like)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            pixels = torch.randn(4, 3, side, side).contiguous(memory_format=like)
+            batch = {"pixel_values": pixels, "labels": torch.tensor([0, 1, 0, 1])}
+            yield from _in_turns("images", f"{title}, 4 x 3 x {side}², {name}", model, batch, settings, rounds)
+
+
+def _in_turns(
+    what: str,
+    title: str,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    settings: Sequence[tuple[str, ...]],
+    rounds: int,
+) -> Iterator[BlockRow]:
+    """Time steps of a model and its conversions, the exact one first, in turns: the thread's time, not the clock's."""
+    models = {settings[0]: model}
+    for setting in settings[1:]:
+        models[setting] = twin(model)
+        convert(models[setting], operations=setting)
+    seconds: dict[tuple[str, ...], list[float]] = {setting: [] for setting in settings}
+    for turn in range(-4, rounds):  # the first three steps of a converted model measure
+        for setting in settings if turn % 2 else reversed(settings):
+            began = time.thread_time()
+            models[setting](**batch).loss.backward()
+            if turn >= 0:
+                seconds[setting].append(time.thread_time() - began)
+            models[setting].zero_grad(set_to_none=False)
+    for setting in settings:
+        ratio = statistics.median(a / b for a, b in zip(seconds[setting], seconds[settings[0]], strict=True))
+        value = statistics.median(seconds[setting])
+        yield BlockRow(what, title, " ".join(setting) or "exact", value=value, relative=ratio)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -374,4 +409,5 @@ _MEASURES: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {
     "presets": lambda asked: measure_presets(asked.data_dir, asked.draws, asked.tiny),
     "peaks": lambda asked: measure_peaks(asked.tiny),
     "steps": lambda asked: measure_steps(asked.rounds, asked.tiny),
+    "images": lambda asked: measure_images(asked.rounds, asked.tiny),
 }

@@ -44,7 +44,11 @@ def _square_plainly(
 
 def _functions() -> Iterator[tuple[Pointwise, int]]:
     """Return every function, and widths that it has."""
-    parameters = {"elu": (1.7,), "leaky_relu": (0.1,), "hardtanh": (-0.5, 6.0)}  # ELU's with a jump of its derivative at 0
+    parameters = {
+        "elu": (1.7,),
+        "leaky_relu": (0.1,),
+        "hardtanh": (-0.5, 6.0),
+    }  # ELU's with a jump of its derivative at 0
     for place, name in enumerate(FUNCTIONS):
         function = Pointwise(name, parameters.get(name, ()))
         yield from ((function, bits) for bits in {function.bits(2), function.bits((8, 4, 1)[place % 3])})

@@ -193,7 +193,7 @@ def test_plans_of_networks_of_images_with_codes_need_less_memory(tmp_path: Path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("what", ["left", "noise", "peaks", "steps"])
+@pytest.mark.parametrize("what", ["left", "noise", "peaks", "steps", "images"])
 def test_other_measurements_of_blocks(what: str, tmp_path: Path) -> None:
     run(tmp_path, "blocks", what, "--rounds", "1", "--draws", "2")
     assert (tmp_path / f"blocks-{what}.csv").stat().st_size > 300

@@ -35,8 +35,8 @@ def _tanh(b_x):
 def value(b_x, parameter, low, FUNCTION: tl.constexpr):
     """g(x), float32, any shape.
 
-    b_x: float32; of ±∞ and NaN the results are PyTorch's. parameter: α of "elu", slope of "leaky_relu", least of "hardtanh", whose most is
-    ``low``.
+    b_x: float32; of ±∞ and NaN the results are PyTorch's. parameter: α of "elu", slope of "leaky_relu", least of
+    "hardtanh", whose most is ``low``.
     """
     b_c = tl.where(b_x > -_FAR, tl.minimum(b_x, _FAR), -_FAR)
     if FUNCTION == "gelu":

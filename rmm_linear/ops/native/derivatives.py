@@ -67,7 +67,9 @@ def derivative_table(pointwise: Pointwise, bits: int) -> DerivativeTable | None:
     unit = float(steps.max()) / (2**16 - 1)
     knots = (steps[:-2] / unit).round().long()
     slopes = knots.diff(append=knots[-1:])
-    return DerivativeTable((knots | slopes << 16).to(torch.int32), unit, begin, _DENSITY, end or _SMALLEST, below, above)
+    return DerivativeTable(
+        (knots | slopes << 16).to(torch.int32), unit, begin, _DENSITY, end or _SMALLEST, below, above
+    )
 
 
 @functools.lru_cache(maxsize=64)
