@@ -10,8 +10,9 @@ This is the subtractive dither of :mod:`rmm_linear.packing.pack`, with its rando
 ± step / 2 whatever x is, so dX̂ has the mean dX, and E‖dX̂ − dX‖² = step² / 12 · ‖dY‖². Two of the numbers u are
 independent, so of the weight gradient of the layer below, which sums over rows, the variance is exact as well.
 
-The derivatives of ReLU, LeakyReLU and Hardtanh, as which ReLU6 counts, have two values: one bit, no random numbers, and dX is exact. That of ReLU² has
-no bounded range; relu(x) is saved instead, packed in rotated groups by :func:`rmm_linear.packing.pack`.
+The derivatives of ReLU, LeakyReLU and Hardtanh, as which ReLU6 counts, have two values: one bit, no random numbers, and
+dX is exact. That of ReLU² has no bounded range; relu(x) is saved instead, packed in rotated groups by
+:func:`rmm_linear.packing.pack`.
 
 No code is left for NaN. A NaN in a stored row of x replaces the seed by :data:`NAN`, which makes all of dX̂ NaN: nothing
 more is stored, and the host reads nothing.

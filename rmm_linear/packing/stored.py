@@ -6,16 +6,17 @@ could save one of them and compute the other again, with another seed.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape and dtype
 
-ALIGNED = 16  # bytes: every part can be viewed as its own dtype
+_ALIGNED = 16  # bytes: every part can be viewed as its own dtype
 
 SEED: Part = ((1,), torch.int64)
 
@@ -45,6 +46,16 @@ def blank_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
         end, place = place + math.prod(shape) * dtype.itemsize, place + _padded((shape, dtype))
         if end < place and dtype != torch.int64:
             stored[end:place].zero_()
+    return stored
+
+
+def new_stored(like: Tensor, size: int, places: Iterable[int | None]) -> Tensor:
+    """Return bytes on CPU for parts that begin at some places, of which those that no part fills are zero."""
+    stored = like.new_empty(size, dtype=torch.uint8)
+    base = stored.data_ptr()
+    for end in (*places, size):
+        if end:
+            ctypes.memset(base + end - _ALIGNED, 0, _ALIGNED)  # before the part is written
     return stored
 
 
@@ -80,4 +91,4 @@ def offsets(parts: tuple[Part, ...]) -> tuple[list[int], int]:
 def _padded(part: Part) -> int:
     shape, dtype = part
     size = math.prod(shape) * dtype.itemsize
-    return (size + ALIGNED - 1) // ALIGNED * ALIGNED
+    return (size + _ALIGNED - 1) // _ALIGNED * _ALIGNED

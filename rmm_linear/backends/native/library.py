@@ -6,12 +6,11 @@ import ctypes
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rmm_linear.packing.stored import ALIGNED
 from rmm_linear.sketches.seeds import draw_seed, seeds_of
 
 logger = logging.getLogger(__name__)
@@ -94,16 +93,6 @@ def run(name: str, *arguments: float | None) -> None:
     """Call a function of the library that returns a status."""
     if function(name)(*arguments):
         raise MemoryError(f"No memory for the buffers of {name}, which take some rows of a matrix in each thread.")
-
-
-def new_stored(like: Tensor, size: int, places: Iterable[int | None]) -> Tensor:
-    """Return bytes for parts that begin at some places, of which those that no part fills are zero."""
-    stored = like.new_empty(size, dtype=torch.uint8)
-    base = stored.data_ptr()
-    for end in (*places, size):
-        if end:
-            ctypes.memset(base + end - ALIGNED, 0, ALIGNED)  # before the part is written
-    return stored
 
 
 def write_seed(stored: Tensor, seed: int | None) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends import native
-from rmm_linear.backends.native.library import function, new_stored, pointer, read_seed, threads, write_seeds
+from rmm_linear.backends.native.library import function, pointer, read_seed, threads, write_seeds
 from rmm_linear.ops.native.masks import apply_mask
 from rmm_linear.ops.native.sketches import unpacked_rows
 from rmm_linear.packing.attention import (
@@ -21,7 +21,7 @@ from rmm_linear.packing.attention import (
     block_size,
 )
 from rmm_linear.packing.attention_gradients import Rows, Steps
-from rmm_linear.packing.stored import offsets
+from rmm_linear.packing.stored import new_stored, offsets
 
 
 def stored_attention(

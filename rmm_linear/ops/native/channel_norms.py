@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seed
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
 from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.channel_norms import channel_parts, packed_shape, sets_of
 from rmm_linear.packing.norms import NormCopy, NormGradients
-from rmm_linear.packing.stored import offsets
+from rmm_linear.packing.stored import new_stored, offsets
 
 _packed_shape = functools.lru_cache(maxsize=4096)(packed_shape)
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rmm_linear.backends import native
-from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seed
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
 from rmm_linear.packing.derivatives import NAN, stored_layout
 from rmm_linear.packing.pointwise import Pointwise
-from rmm_linear.packing.stored import offsets
+from rmm_linear.packing.stored import new_stored, offsets
 
 _TABLE = 0
 _KINDS = {"relu": 1, "leaky_relu": 2, "hardtanh": 3}

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seeds
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seeds
 from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.gated import ACTIVATIONS, Packed, check_factors, stored_parts
-from rmm_linear.packing.stored import offsets
+from rmm_linear.packing.stored import new_stored, offsets
 
 
 def pack_gated(

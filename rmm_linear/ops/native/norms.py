@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmm_linear.backends.native.library import TYPES, new_stored, pointer, read_seed, run, threads, write_seed
+from rmm_linear.backends.native.library import TYPES, pointer, read_seed, run, threads, write_seed
 from rmm_linear.packing import check_bits, empty_packed
 from rmm_linear.packing.norms import NormCopy, NormGradients, norm_parts
-from rmm_linear.packing.stored import offsets
+from rmm_linear.packing.stored import new_stored, offsets
 
 
 def pack_norm(
