@@ -68,7 +68,7 @@ class MemoryLayout(NamedTuple):
 
 def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return a new tensor with its dimensions in another order; mostly as no view of it."""
-    made = x.permute(order)
+    made = x.permute(tuple(order))
     return made if torch.compiler.is_compiling() else made.data
 
 
