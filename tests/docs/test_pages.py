@@ -27,8 +27,9 @@ WITH_SNIPPETS = [
     if blocks(page, "python")
 ]
 LORA_A = "base_model.model.roberta.encoder.layer.0.attention.self.query.lora_A.default"
-WITHOUT_SKETCHES = ("docs/planning/graphs.md", "docs/planning/tiles.md")
-# PyTorch 2.6 does not run fully_shard on CPU, nor trace whole models of a newer transformers.
+WITHOUT_SKETCHES = ("docs/planning/compile.md", "docs/planning/graphs.md", "docs/planning/tiles.md")
+# PyTorch 2.6 does not run fully_shard on CPU, nor trace whole models of a newer transformers, nor ask other solvers.
+_NEWER = ("fullgraph=True", "fully_shard", "compile_budget", "KnapsackSolver", "config.activation")
 IS_OLD = torch.__version__.startswith("2.6.")
 
 
@@ -47,7 +48,7 @@ def run(page, **given):
     """Run the page's snippets and return its names; every backward pass must have reached sketched layers."""
     names = {"__name__": name(page), **given}
     for number, snippet in enumerate(blocks(page, "python"), start=1):
-        if IS_OLD and ("fullgraph=True" in snippet or "fully_shard" in snippet):
+        if IS_OLD and any(word in snippet for word in _NEWER):
             continue
         before = gradients(names)
         exec(compile(snippet, f"{name(page)}, snippet {number}", "exec"), names)
