@@ -17,9 +17,7 @@ from rmm_linear.planning import CompileBudget, KnapsackSolver, Partition, compil
 
 pytestmark = [
     pytest.mark.usefixtures("no_graphs_left"),
-    pytest.mark.skipif(
-        not hasattr(custom_graph_pass, "CustomKnapsackSolver"), reason="this PyTorch asks no solvers of others"
-    ),
+    pytest.mark.skipif(not hasattr(custom_graph_pass, "CustomKnapsackSolver"), reason="it asks no solvers of others"),
 ]
 
 BATCH, WIDTH = 64, 32
