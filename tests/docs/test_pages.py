@@ -101,6 +101,7 @@ PRINTS = {
     "docs/planning/graphs.md": [r"^\| roberta.encoder.layer.[0{]"],
     "docs/planning/fit.md": [FIT],
     "docs/planning/long-context.md": [r"^rmm_linear max_length: length=\d+ .* budget=100 MB \(95.4 MiB\)$"],
+    "docs/planning/compile.md": [r"^rmm_linear fit: peak="],
     "docs/planning/tiles.md": [r"^rmm_linear: tiled=7 norms=5 ", r"^peak: "],
     "docs/planning/paper-sizes.md": [FIT],
     "docs/training-stack.md": [r"^rmm_linear: converted=4 frozen=14 skipped=4 "],

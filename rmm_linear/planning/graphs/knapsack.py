@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, fx
@@ -315,9 +316,9 @@ class CompileBudget:
             )
         return split
 
-    def uuid(self) -> None:
-        """Keep graphs out of the cache: what is found in it is not partitioned, so neither judged nor reported."""
-        return
+    def uuid(self) -> str:
+        """Name a new entry of the cache: what is found in it is not partitioned, so neither judged nor reported."""
+        return uuid4().hex
 
 
 def _split(
@@ -365,6 +366,12 @@ def compile_budget(memory: int | float | str) -> Iterator[CompileBudget]:
     made = CompileBudget(memory)
     with config.patch(custom_partitioner_fn=made):
         yield made
+    if not made.graphs:
+        _logger.warning(
+            "compile_budget(%r) had no effect: nothing that trains was compiled inside. Run its first step there, "
+            'with the backend "inductor"; torch.compiler.reset() forgets what is compiled already.',
+            memory,
+        )
 
 
 def _partitioners() -> Any:

@@ -155,6 +155,14 @@ def test_what_is_no_budget():
         KnapsackSolver(-1)
 
 
+def test_a_budget_without_effect_is_told(caplog):
+    torch._dynamo.reset()
+    with compile_budget("1GB"):
+        torch.compile(Squared(), backend="eager")(torch.randn(BATCH, WIDTH)).backward()
+    (told,) = (record.message for record in caplog.records if record.levelno >= logging.WARNING)
+    assert re.search(r"'1GB'\) had no effect.*first step there.*inductor.*reset\(\)", told)
+
+
 def test_a_second_graph_is_told(caplog):
     budget = CompileBudget("1GB")
     step(budget, Squared)
@@ -169,6 +177,9 @@ def test_a_second_graph_is_told(caplog):
 def test_inductor_takes_the_budget():
     torch._dynamo.reset()
     model, x = mlp(width=WIDTH, blocks=2, p=0.0), torch.randn(BATCH, 8)
+    torch.compile(model)(x).square().mean().backward()  # what is cached has no budget
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
     with compile_budget("least") as budget:
         torch.compile(model)(x).square().mean().backward()
     (exact, chosen), *others = budget.graphs
