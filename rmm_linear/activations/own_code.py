@@ -30,6 +30,7 @@ _FLAGS = functools.reduce(
     lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 _OPERATORS = {ast.Mult: "*", ast.MatMult: "@"}
+_OLD_OPERATORS = {"BINARY_MULTIPLY": "*", "BINARY_MATRIX_MULTIPLY": "@"}  # instructions of Python 3.10
 _LOOPS = ast.For | ast.While | ast.AsyncFor | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
@@ -105,7 +106,7 @@ def _may_call(function: FunctionType, calls: Calls) -> bool:
     generator = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     if code.co_flags & generator or not code.co_argcount:
         return False
-    operators = (one.argrepr for one in dis.get_instructions(code) if one.opname == "BINARY_OP")
+    operators = (_OLD_OPERATORS.get(one.opname, one.argrepr) for one in dis.get_instructions(code))
     return _has_name(function, calls) or not {*_OPERATORS.values()}.isdisjoint(operators)
 
 
