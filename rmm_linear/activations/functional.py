@@ -135,9 +135,13 @@ def _multiplied(
             codes.append(shared[0])
             how.append(shared[1:])
             continue
+        if not is_coded:
+            codes.append(None)
+            how.append(None)
+            continue
         layout, bits = _layout(one), experts_bits(config) if is_weighted else gated_bits(config)
-        how.append((layout, bits, 0.0) if is_coded else None)
-        codes.append(encoded(one, layout, bits, dtype, seeds[place]) if is_coded else None)
+        how.append((layout, bits, 0.0))
+        codes.append(encoded(one, layout, bits, dtype, seeds[place]))
     if codes[0] is None and codes[1] is None:
         return None
     output = ProductFunction.run(a, b, added, *codes, tuple(how), product, dtype, call)

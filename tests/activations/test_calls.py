@@ -114,7 +114,7 @@ class Norms(Called):
 class Products(Called):
     def made(self, x):
         scores = torch.baddbmm(x.mean(-1, keepdim=True), x, x.mT.flip(1), beta=0.5, alpha=0.1)
-        return torch.einsum("bij,bjc->bic", scores, x) * self.weight + torch.bmm(scores, x.flip(1))
+        return torch.einsum("bij,bjc->bic", scores, x) * self.weight + self.weight[0] * torch.bmm(scores, x.flip(1))
 
 
 class Pools(Called):
