@@ -77,7 +77,7 @@ def counts() -> list[tuple[str, list[str], int]]:
     rows = []
     for title, bits in (("16 bits", None), ("4 bits", 4)):
         model, x = _linear(bits)
-        for _ in range(3):
+        for _ in range(12):
             model(x).sum().backward()
         output = model(x)
         rows.append((f"linear layer in a model, {title}, forward", *(model.found or ([], 0))))

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off
-from rmm_linear._support.layouts import MemoryLayout
+from rmm_linear._support.layouts import MemoryLayout, is_dense
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.channel_norm import normalized_channels
 from rmm_linear.activations.convolution import ConvolutionForm, ConvolutionFunction
@@ -44,8 +44,8 @@ _SAME = ("View", "Unsafe", "Reshape", "T", "Permute", "Select", "Slice", "Squeez
 
 
 def _are_known(*given: Any) -> bool:
-    """Say whether all are tensors of PyTorch's own, or None: neither shards, nor logits that are lazy."""
-    return all(one is None or type(one) in _TENSORS for one in given)
+    """Say whether all are dense tensors of PyTorch's own, or None: neither shards, nor logits that are lazy."""
+    return all(one is None or (type(one) in _TENSORS and is_dense(one)) for one in given)
 
 
 def _is_kept(module: PackedModule, site: int) -> bool:
@@ -198,7 +198,7 @@ def linear(module: PackedModule, site: int, input: Any, weight: Any, bias: Any =
     """Apply a linear layer, whose input is saved as that of one."""
     if not _are_known(input, weight, bias) or _is_exact(module, "linear", site):
         return None
-    if weight.dim() != 2 or not input.dim() or input.is_complex() or input.layout is not torch.strided:
+    if weight.dim() != 2 or not input.dim() or input.is_complex():
         return None
     dtype = autocast_dtype(input.device.type, input.dtype)
     call = _call(module, input)
@@ -218,7 +218,7 @@ def convolution(
     """Convolve an input, which is saved as that of a convolution is."""
     if not _are_known(input, weight, bias) or _is_exact(module, "convolution", site) or isinstance(padding, str):
         return None
-    if input.dim() not in (axes + 1, axes + 2) or input.is_complex() or input.layout is not torch.strided:
+    if input.dim() not in (axes + 1, axes + 2) or input.is_complex():
         return None
     if input.numel() <= module.rmm_config.min_rows * input.shape[-axes - 1]:
         return None
@@ -248,7 +248,7 @@ def activation(
     *args: Any, **named: Any,
 ) -> Tensor | None:  # fmt: skip
     """Apply an activation; ``kind`` says which one it is, None where it is not known or works in place."""
-    if type(input) not in _TENSORS or _is_exact(module, "activation", site) or not _is_large(module, input):
+    if input is None or not _are_known(input) or _is_exact(module, "activation", site) or not _is_large(module, input):
         return None
     function = kind(*args, **named)
     call = None if function is None else _call(module, input, seeded=not function.is_exact)
@@ -289,7 +289,7 @@ def softmax(
     module: PackedModule, site: int, input: Any, dim: Any = None, *, dtype: torch.dtype | None = None
 ) -> Tensor | None:
     """Apply softmax, of which the probabilities are saved, once for a product of them too."""
-    if type(input) not in _TENSORS or type(dim) is not int or _is_exact(module, "attention", site):
+    if input is None or not _are_known(input) or type(dim) is not int or _is_exact(module, "attention", site):
         return None
     call = _call(module, input) if _is_large(module, input) else None
     if call is None or not input.requires_grad:
@@ -303,7 +303,7 @@ def dropout(
     module: PackedModule, site: int, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
     """Apply dropout, of which a bit per element is saved."""
-    is_plain = type(input) not in _TENSORS or inplace or not training or not 0 < p < 1
+    is_plain = input is None or not _are_known(input) or inplace or not training or not 0 < p < 1
     if is_plain or _is_exact(module, "dropout") or not _is_large(module, input):
         return None
     call = _call(module, input, seeded=False)
@@ -315,7 +315,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:  # fmt: skip
     """Normalize rows, which are saved as those of a norm."""
-    if type(input) not in _TENSORS or not _are_known(weight, bias) or _is_exact(module, "norm", site):
+    if input is None or not _are_known(input) or not _are_known(weight, bias) or _is_exact(module, "norm", site):
         return None
     dims = len(normalized_shape)
     if not _is_large(module, input) or input.shape[input.dim() - dims :] != tuple(normalized_shape):
@@ -344,7 +344,7 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     """Normalize groups of channels, which are saved as those of a norm."""
-    if type(input) not in _TENSORS or not _are_known(weight, bias) or _is_exact(module, "norm", site):
+    if input is None or not _are_known(input) or not _are_known(weight, bias) or _is_exact(module, "norm", site):
         return None
     if not _is_large(module, input) or input.dim() < 2 or input.shape[1] % num_groups:
         return None
@@ -364,7 +364,13 @@ def max_pool2d(
     dilation: Any = 1, ceil_mode: bool = False, return_indices: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Take the largest elements of windows, of which the places are saved."""
-    if type(input) not in _TENSORS or return_indices or _is_exact(module, "pooling") or not _is_large(module, input):
+    if (
+        input is None
+        or not _are_known(input)
+        or return_indices
+        or _is_exact(module, "pooling")
+        or not _is_large(module, input)
+    ):
         return None
     call = _call(module, input, seeded=False)
     if call is None or not input.requires_grad:

@@ -68,7 +68,7 @@ def own_code(kind: type[nn.Module], calls: Calls) -> OwnCode:
     """Replace calls in the methods of a class, and of those of the same file that it is derived from."""
     found = OwnCode({}, [], {})
     place = next((one.__module__ for one in kind.__mro__ if "forward" in vars(one)), "")
-    seen = set[str]()
+    seen, reached = set[str](), _reached(kind)
     for owner in kind.__mro__:
         if owner.__module__.partition(".")[0] in ("torch", "builtins") or owner.__module__ not in (
             place,
@@ -76,7 +76,7 @@ def own_code(kind: type[nn.Module], calls: Calls) -> OwnCode:
         ):
             continue
         for name, method in vars(owner).items():
-            if name in seen or name.startswith("__") or not isinstance(method, FunctionType):
+            if name in seen or name not in reached or not isinstance(method, FunctionType):
                 continue
             seen.add(name)
             inner = inspect.unwrap(method)
@@ -92,6 +92,36 @@ def own_code(kind: type[nn.Module], calls: Calls) -> OwnCode:
                 if _has_name(inner, calls):
                     found.left[name] = str(error)
     return found
+
+
+def _reached(kind: type[nn.Module]) -> set[str]:
+    """Return the methods that a class's forward calls for what they return, and those that these call."""
+    found, names = set[str](), ["forward"]
+    while names:
+        name = names.pop()
+        if name in found or name.startswith("__"):
+            continue
+        found.add(name)
+        inner = inspect.unwrap(getattr(kind, name, None))  # pyright: ignore[reportArgumentType]
+        try:
+            tree, _ = _tree_of(inner.__code__)  # pyright: ignore[reportFunctionMemberAccess]
+        except (AttributeError, OSError, TypeError, SyntaxError, ValueError):
+            continue
+        ignored = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+        called = (one.func for one in ast.walk(tree) if isinstance(one, ast.Call) and id(one) not in ignored)
+        names += [one.attr for one in called if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)]
+    return found
+
+
+def _tree_of(code: CodeType) -> tuple[ast.FunctionDef, list[str]]:
+    """Return a function's part of its file's syntax tree, to be changed, and what the file imports."""
+    lines, _ = inspect.findsource(code)
+    tree, imported = _file("".join(lines))
+    for one in ast.walk(tree):
+        is_named = isinstance(one, ast.FunctionDef) and one.name == code.co_name
+        if is_named and min(each.lineno for each in (one, *one.decorator_list)) == code.co_firstlineno:  # pyright: ignore
+            return copy.deepcopy(one), imported  # pyright: ignore[reportReturnType]
+    raise ValueError("its source is not what runs")
 
 
 def _has_name(function: FunctionType, calls: Calls) -> bool:
@@ -170,15 +200,8 @@ class _Changed(ast.NodeTransformer):
         return _like(original, code, closure, vars(original))
 
     def _tree(self) -> ast.FunctionDef:
-        """Return the function's part of its file's syntax tree, to be changed."""
-        lines, _ = inspect.findsource(self.code)
-        tree, self.imported = _file("".join(lines))
-        first = self.code.co_firstlineno
-        for one in ast.walk(tree):
-            is_named = isinstance(one, ast.FunctionDef) and one.name == self.code.co_name
-            if is_named and min(each.lineno for each in (one, *one.decorator_list)) == first:  # pyright: ignore
-                return copy.deepcopy(one)  # pyright: ignore[reportReturnType]
-        raise ValueError("its source is not what runs")
+        tree, self.imported = _tree_of(self.code)
+        return tree
 
     def _compiled(self, tree: ast.FunctionDef, cells: Sequence[str]) -> CodeType:
         """Compile the function inside of one that has its free variables, in a class, for the names that begin so."""

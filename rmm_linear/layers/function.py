@@ -210,7 +210,7 @@ def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | 
     if ctx.noise is not None:
         norms = row_norms(y) if mask is None else row_norms(y).index_select(0, mask.index)
         variance = rounding_variance(saved[1], ctx.input_shape[-1]) @ norms.double().square()
-        ctx.noise(variance, gradient.float().square().sum())
+        ctx.noise(variance, torch.linalg.vector_norm(gradient, dtype=torch.float32).square())  # no copy of it
     return gradient.to(ctx.weight_dtype)
 
 

@@ -200,7 +200,7 @@ def test_few_rows_and_nothing_to_convert_are_said():
     assert rows.text.startswith("2 linear layers stay exact, ")
     assert "the layer sees 16 rows and stays exact, as min_rows is 64" in rows.text
     assert_codes_run(found, model=few)
-    nothing = rmm_linear.doctor(nn.Sequential(Own(), nn.Flatten()), torch.randn(2, 4, 8))
+    nothing = rmm_linear.doctor(nn.Sequential(nn.Embedding(8, 8), nn.Flatten()), torch.randint(0, 8, (2, 4)))
     assert nothing.options == {}
     assert nothing.findings[0].topic in ("conversion", "weights")
     assert 'memory="least"' in nothing.code

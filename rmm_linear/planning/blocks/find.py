@@ -24,7 +24,9 @@ def find_blocks(model: nn.Module) -> list[str]:
     """
     if _repeats(model):
         return _split("", model)
-    return [name for child, module in model.named_children() for name in _links(child, module)]
+    is_shared = len(model._modules) > len([*model.children()])  # one that is called again is a block by itself
+    divided = _callable if is_shared else _links
+    return [name for child, module in model.named_children() for name in divided(child, module)]
 
 
 def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
