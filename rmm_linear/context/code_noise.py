@@ -11,7 +11,7 @@ A code's noise is a known share of what a backward pass multiplies it by, but gr
 Every module adds V, and the squared norm of the sum, of :data:`STEPS` training steps. Where √V is more than
 :data:`MOST_NOISE` of the sum's norm without noise, the code takes as few bits as bring it below. Noise of one module
 hides that of those below it, which inherit it: after a decision, the next steps are looked at again, in
-:data:`_ROUNDS` rounds at most. Layers that share a code share the decision.
+:data:`ROUNDS` rounds at most. Layers that share a code share the decision.
 
 Not looked at: sketches of fewer rows, normal codes (1.6 and 1 bits), compiled code. Ranks decide by their own batches;
 codes never leave a rank, and gradients are unbiased whatever they decide. Those of a tensor parallel group see the
@@ -32,7 +32,7 @@ from rmm_linear.context.learned import STEPS
 from rmm_linear.sketches.seeds import is_capturing, is_simulated
 
 MOST_NOISE = 0.5
-_ROUNDS = 3
+ROUNDS = 3
 _ALL_NOISE = 1000.0  # by the gradient, where none shows
 
 
@@ -42,7 +42,7 @@ class CodeNoise:
 
     Attributes:
         widened: Bits of the modules that take more of them, by index, and the noise by the gradient that they had.
-        rounds: Those that are over; :data:`_ROUNDS` if nothing is looked at any more.
+        rounds: Those that are over; :data:`ROUNDS` if nothing is looked at any more.
     """
 
     widened: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -53,12 +53,12 @@ class CodeNoise:
     @property
     def is_observing(self) -> bool:
         """Whether the forward pass that is running is looked at."""
-        return self.rounds < _ROUNDS and self._passes < STEPS
+        return self.rounds < ROUNDS and self._passes < STEPS
 
     @property
     def is_full(self) -> bool:
         """Whether a decision can be made."""
-        is_over = self.rounds < _ROUNDS and self._passes >= STEPS
+        is_over = self.rounds < ROUNDS and self._passes >= STEPS
         return is_over and not any(is_capturing(one.device) for one in self._sums.values())
 
     def note_pass(self) -> None:
@@ -95,18 +95,18 @@ class CodeNoise:
         ratios = {index: _ratio(*one) for index, one in found.items()}
         useless = {index: one for index, one in ratios.items() if one > MOST_NOISE}
         if not useless:
-            self.rounds = _ROUNDS
+            self.rounds = ROUNDS
         return useless
 
     def note_widened(self, widened: Mapping[int, tuple[int, float]]) -> None:
         """Note the modules that have taken more bits; where none can, nothing more is looked at."""
         self.widened.update(widened)
         if not widened:
-            self.rounds = _ROUNDS
+            self.rounds = ROUNDS
 
     def settled(self) -> CodeNoise:
         """Return a copy that looks at nothing more."""
-        return replace(self, widened=dict(self.widened), rounds=_ROUNDS, _passes=0, _sums={})
+        return replace(self, widened=dict(self.widened), rounds=ROUNDS, _passes=0, _sums={})
 
 
 def width_below(noise: float, steps: Mapping[int, float], bits: int) -> int:

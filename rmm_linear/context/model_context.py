@@ -34,7 +34,7 @@ from rmm_linear.context.call_inputs import (
     valid_tokens,
     waits,
 )
-from rmm_linear.context.code_noise import CodeNoise
+from rmm_linear.context.code_noise import ROUNDS, CodeNoise
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import StepChecks
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
@@ -170,7 +170,7 @@ class ModelContext:
         held, inputs = self._pending.current, self._running.inputs
         if held is None or not inputs or not self.checks.is_done or index in self.kept_anyway:
             return None
-        if self.noise.is_observing:
+        if self.noise.rounds < ROUNDS:
             return None
         mask = inputs[-1].mask if masked else None
         ranks = None if mask is None or not mask.fits(shape) else mask.ranks
