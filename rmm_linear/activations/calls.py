@@ -41,18 +41,25 @@ class PackedCalls(PackedModule):
     def fields_of(cls, original: type[nn.Module]) -> dict[str, Any]:
         """Return the methods of the class that is derived from a module's own."""
         changed = code_of(original).methods
-        return {name: _in_training(getattr(original, name), one) for name, one in changed.items()}
+        return {name: _in_training(original, name, one) for name, one in changed.items()}
 
     def _set_up(self, *arguments: Any, operation: str = "linear", **named: Any) -> None:
         super()._set_up(*arguments, **named)
         self.rmm_operation = operation  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _in_training(own: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:
+def _in_training(original: type[nn.Module], name: str, changed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs a changed one in training, unless another was put in its place since.
+
+    A function in the class need not take a module.
+    """
+    own = getattr(original, name)
+
     @functools.wraps(own)
     def method(self: PackedCalls, *args: Any, **named: Any) -> Any:
-        if not self.training:
-            return own(self, *args, **named)
+        now = getattr(original, name)
+        if now is not own or not isinstance(self, PackedCalls) or not self.training:
+            return now(self, *args, **named)
         if not torch.compiler.is_compiling() and torch._C._is_tracing():  # pyright: ignore[reportAttributeAccessIssue]
             self._refuse_transforms()  # before sizes become tensors
         return changed(self, *args, **named)
@@ -79,6 +86,7 @@ _FUNCTIONS: dict[str, tuple[_Attempt, Callable[..., Any]]] = {
     **{name: (partial(functional.activation, kind, getattr(F, name)), getattr(F, name))
        for name, kind in functional.ACTIVATIONS.items()},
 }  # fmt: skip
+_OTHERS = ("relu", "sigmoid", "tanh", "layer_norm", "softmax")  # in torch, with other arguments than in functional
 _METHODS: dict[str, _Attempt] = {
     **{
         name: _FUNCTIONS[name][0]
@@ -107,12 +115,13 @@ def _method(name: str, attempt: _Attempt) -> Callable[..., Any]:
 CALLS = Calls(
     functions={
         **{exact: name for name, (_, exact) in _FUNCTIONS.items()},
-        **{getattr(torch, name): name for name in ("relu", "sigmoid", "tanh", "layer_norm", "softmax")},
+        **{getattr(torch, name): f"torch.{name}" for name in _OTHERS},
     },
     methods={name: f".{name}" for name in _METHODS},
     ours={
         "*": _ours(functional.mul, operator.mul), "@": _ours(functional.matmul, operator.matmul),
         **{name: _ours(*one) for name, one in _FUNCTIONS.items()},
+        **{f"torch.{name}": _ours(_FUNCTIONS[name][0], getattr(torch, name)) for name in _OTHERS},
         **{f".{name}": _method(name, one) for name, one in _METHODS.items()},
     },
 )  # fmt: skip
@@ -126,7 +135,7 @@ def code_of(kind: type[nn.Module]) -> OwnCode:
 
 def operation_of(site: Site) -> str:
     """Return the operation that a call belongs to."""
-    return _OPERATIONS.get(site.name.removeprefix("."), "activation")
+    return _OPERATIONS.get(site.name.rpartition(".")[2], "activation")
 
 
 def calls_of(module: nn.Module, operations: Sequence[str]) -> list[Site]:

@@ -7,6 +7,7 @@ code would free nothing. What it decides before it takes a seed is the same in e
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from rmm_linear.activations.products import IndexAddFunction, Product, ProductFu
 from rmm_linear.activations.softmax import SoftmaxFunction, code_of
 from rmm_linear.layers.function import LinearCall, SavingCall, saved_linear, spec_for
 from rmm_linear.ops.norms import pack_norm
+from rmm_linear.packing.norms import few_elements
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.sketches.seeds import draw_seed, seeds_of
 
@@ -110,6 +112,8 @@ def _multiplied(
     """Return a product whose factors are saved in few bits."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and _are_known(a, b, added)):
         return None
+    if a.is_complex() or b.is_complex():
+        return None
     places = (site, site + 1)
     if operation not in module.rmm_config.operations or all(_is_kept(module, one) for one in places):
         return None
@@ -130,7 +134,7 @@ def _multiplied(
         is_coded = large[place] and other.requires_grad and _is_result(one, is_weighted) and not is_matrix_of_all
         # Compiled code does not tell weights from other tensors, but for parameters themselves.
         is_coded = is_coded and not _is_kept(module, places[place]) and (is_weighted or not is_traced)
-        shared = code_of(one) if is_coded else None  # of softmax, which has it for its own gradient
+        shared = code_of(one, seeds[place]) if is_coded else None  # of softmax, which has it for its own gradient
         if shared is not None:
             codes.append(shared[0])
             how.append(shared[1:])
@@ -159,21 +163,25 @@ def _are_matrices(a: Tensor, b: Tensor, added: Tensor | None) -> bool:
 _MUL, _MATMUL = Product(operator.mul, False), Product(torch.matmul, True)
 
 
-def mul(module: PackedModule, site: int, input: Any, other: Any) -> Tensor | None:
+def mul(module: PackedModule, site: int, input: Any, other: Any = None, **others: Any) -> Tensor | None:
     """Multiply elements."""
-    return _multiplied(module, site, "activation", _MUL, input, other)
+    return None if others else _multiplied(module, site, "activation", _MUL, input, other)
 
 
-def matmul(module: PackedModule, site: int, input: Any, other: Any) -> Tensor | None:
+def matmul(
+    module: PackedModule, site: int, input: Any, other: Any = None, *, mat2: Any = None, **others: Any
+) -> Tensor | None:
     """Multiply matrices."""
-    return _multiplied(module, site, "linear", _MATMUL, input, other)
+    other = mat2 if other is None else other
+    return None if others else _multiplied(module, site, "linear", _MATMUL, input, other)
 
 
 def baddbmm(
-    module: PackedModule, site: int, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1
-) -> Tensor | None:
+    module: PackedModule, site: int, input: Any, batch1: Any, batch2: Any, *, beta: Any = 1, alpha: Any = 1,
+    **others: Any,
+) -> Tensor | None:  # fmt: skip
     """Multiply batches of matrices, and add to them."""
-    if type(alpha) not in (int, float) or type(beta) not in (int, float):
+    if others or type(alpha) not in (int, float) or type(beta) not in (int, float):
         return None
     product = Product(functools.partial(torch.baddbmm, beta=beta, alpha=alpha), True, (alpha, beta))
     return _multiplied(module, site, "linear", product, batch1, batch2, input)
@@ -248,7 +256,9 @@ def activation(
     *args: Any, **named: Any,
 ) -> Tensor | None:  # fmt: skip
     """Apply an activation; ``kind`` says which one it is, None where it is not known or works in place."""
-    if input is None or not _are_known(input) or _is_exact(module, "activation", site) or not _is_large(module, input):
+    if "out" in named or input is None or not _are_known(input) or _is_exact(module, "activation", site):
+        return None
+    if not _is_large(module, input):
         return None
     function = kind(*args, **named)
     call = None if function is None else _call(module, input, seeded=not function.is_exact)
@@ -286,10 +296,13 @@ ACTIVATIONS: dict[str, Callable[..., Pointwise | None]] = {
 
 
 def softmax(
-    module: PackedModule, site: int, input: Any, dim: Any = None, *, dtype: torch.dtype | None = None
-) -> Tensor | None:
+    module: PackedModule, site: int, input: Any, dim: Any = None, *others: Any, dtype: torch.dtype | None = None,
+    **more: Any,
+) -> Tensor | None:  # fmt: skip
     """Apply softmax, of which the probabilities are saved, once for a product of them too."""
-    if input is None or not _are_known(input) or type(dim) is not int or _is_exact(module, "attention", site):
+    if others or more or input is None or not _are_known(input) or type(dim) is not int:
+        return None
+    if _is_exact(module, "attention", site):
         return None
     call = _call(module, input) if _is_large(module, input) else None
     if call is None or not input.requires_grad:
@@ -312,13 +325,15 @@ def dropout(
 
 def layer_norm(
     module: PackedModule, site: int, input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None,
-    eps: float = 1e-5,
+    eps: float = 1e-5, *_: Any, **__: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Normalize rows, which are saved as those of a norm."""
+    """Normalize rows, which are saved as those of a norm; whether cuDNN may be used changes nothing."""
     if input is None or not _are_known(input) or not _are_known(weight, bias) or _is_exact(module, "norm", site):
         return None
     dims = len(normalized_shape)
     if not _is_large(module, input) or input.shape[input.dim() - dims :] != tuple(normalized_shape):
+        return None
+    if few_elements(math.prod(normalized_shape), module.rmm_config.norm_bits) is not None:
         return None
     call = _call(module, input)
     if call is None or not (input.requires_grad or (weight is not None and weight.requires_grad)):
@@ -347,6 +362,8 @@ def group_norm(
     if input is None or not _are_known(input) or not _are_known(weight, bias) or _is_exact(module, "norm", site):
         return None
     if not _is_large(module, input) or input.dim() < 2 or input.shape[1] % num_groups:
+        return None
+    if few_elements(input[0].numel() // num_groups, module.rmm_config.norm_bits) is not None:
         return None
     call = _call(module, input)
     if call is None or not (input.requires_grad or (weight is not None and weight.requires_grad)):

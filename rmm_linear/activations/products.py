@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_off, cast
-from rmm_linear._support.layouts import MemoryLayout
+from rmm_linear._support.layouts import MemoryLayout, as_shape
 from rmm_linear.layers.function import SavingCall, SavingFunction, as_no_view
 from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
 
@@ -80,7 +80,9 @@ class ProductFunction(SavingFunction):
         ctx.save_for_backward(
             a if needs_b and codes_a is None else None, b if needs_a and codes_b is None else None, codes_a, codes_b
         )
-        return as_no_view(output)
+        # Of einsum, a matrix may be a view too.
+        is_matrix = output.dim() == 2 and product.indices is not None
+        return as_shape(output, output.shape) if is_matrix else as_no_view(output)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -68,18 +68,21 @@ class SoftmaxFunction(SavingFunction):
         return x.view(y.movedim(ctx.dim, -1).shape).movedim(-1, ctx.dim), None, None, None, None
 
 
-def code_of(p: Tensor) -> tuple[Tensor, MemoryLayout, float, float] | None:
+def code_of(p: Tensor, seed: int | None) -> tuple[Tensor, MemoryLayout, float, float] | None:
     """Return the code of probabilities of a row that a packed softmax has saved, for products of them to save it too.
 
-    With how it lies in memory, its bits, and the mean that was taken out. None of other tensors.
+    With how it lies in memory, its bits, and the mean that was taken out. None of other tensors. Where hooks have saved
+    something else, another such code: of a checkpoint's two passes, each may decode what the other has saved.
     """
     if torch.compiler.is_compiling() or type(p.grad_fn).__name__ != "SoftmaxFunctionBackward":
         return None
     node: Any = p.grad_fn
-    stored = node.stored()
-    if stored is None or node.dim % p.dim() != p.dim() - 1:
+    if node.dim % p.dim() != p.dim() - 1:
         return None
-    columns = p.shape[-1]
+    columns, stored = p.shape[-1], node.stored()
+    if stored is None:
+        with torch.no_grad(), autocast_off(p.device.type):
+            stored = pack_softmax(_rows(p.detach(), -1), node.bits, seed)
     layout = MemoryLayout(tuple(range(p.dim())), tuple(p.shape), p.numel() // columns, columns)
     return stored, layout, node.bits, 1 / columns
 

@@ -177,7 +177,7 @@ def _calls(module: Any, config: RMMConfig) -> PackedChoice | None:
         return None
     found = {operation_of(one) for one in sites}
     operation = next(one for one in ("linear", *OPERATIONS) if one in found)
-    named = ", ".join(dict.fromkeys(one.name.removeprefix(".") for one in sites))
+    named = ", ".join(dict.fromkeys(one.name.rpartition(".")[2] for one in sites))
     set_up = _change_class(module, PackedCalls, operation=operation)
     return PackedChoice(operation, module, f"what its code saves for {named}, in few bits", set_up, is_called=True)
 

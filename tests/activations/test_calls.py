@@ -128,7 +128,37 @@ class Added(Called):
         return torch.zeros(5, 32).index_add(0, places, rows) + torch.zeros(5, 32).index_add_(0, places, rows.flip(1))
 
 
-@pytest.mark.parametrize("kind", [Activations, Norms, Products, Pools, Added], ids=lambda kind: kind.__name__)
+class Arguments(Called):
+    """Functions by arguments that few use; a matrix that is a view of what einsum has made, written into."""
+
+    def act(x):
+        return x * torch.sigmoid(x)
+
+    def made(self, x):
+        torch.mul(torch.sigmoid(places := x.detach(), out=places.clone()), places, out=places.clone())
+        scores = torch.bmm(x, mat2=x.mT.flip(1)[..., :32])
+        flat = torch.einsum("nc,ec->en", x.flatten(0, 1), self.weight[:, None] * self.first.weight)
+        flat += 1
+        normed = torch.layer_norm(x.roll(1, -1), (32,), self.weight, None, 1e-5, True)
+        return normed + scores + flat.mT.view(x.shape) + type(self).act(x.detach())
+
+
+class Scalars(Called):
+    """Gates of one number, and a complex weight; norms of too few elements for a code."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.phase = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.randn(32, 2))
+
+    def made(self, x):
+        turned = x.cos() * torch.view_as_complex(self.phase)
+        few = F.layer_norm(x.reshape(4, 640, 2), (2,)) + F.group_norm(x.reshape(2560, 2, 1), 1).reshape(4, 640, 2)
+        return self.gate * x.sin() + torch.tanh(self.gate) * x + turned.real + 2 * turned.imag + few.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "kind", [Activations, Norms, Products, Pools, Added, Arguments, Scalars], ids=lambda kind: kind.__name__
+)
 def test_functions(kind):
     """Outputs to the bit, exact gradients where nothing is rounded, the mean of all others; fewer bytes."""
     torch.manual_seed(1)
@@ -155,6 +185,13 @@ def test_functions(kind):
         assert all(torch.equal(one, exact[name]) for name, one in gradients().items() if name in exact)
     else:
         assert_unbiased(gradients, exact, draws=24, widest=0.1)
+
+
+def test_a_method_that_is_replaced_in_the_class_since_is_what_runs(monkeypatch):
+    model, x = nn.Sequential(Pools()).train(), torch.randn(4, 40, 32)
+    convert(model, min_rows=1)
+    monkeypatch.setattr(Pools, "made", lambda self, x: 3 * x)
+    assert torch.equal(model(x), 3 * model[0].first(x))
 
 
 def test_code_without_a_source_is_named():

@@ -10,6 +10,7 @@ from module_cases import aligned
 from statistical import Z, z_scores
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations.softmax import PackedSoftmax
@@ -101,6 +102,7 @@ class Weighs(nn.Module):
         q, k, v = (x.sin() * one for one in self.weights)
         s = torch.bmm(q, k.transpose(1, 2))
         p = F.softmax(s, dim=-1) if self.how == "function" else s.softmax(-1) if self.how == "method" else None
+        p = torch.softmax(s, -1, s.dtype) * s.softmax(-1, s.dtype).detach() if self.how == "dtype" else p
         return torch.bmm(self.softmax(s) if p is None else p, v)
 
 
@@ -122,3 +124,23 @@ def test_calls_in_a_modules_own_code_share_one_code_with_the_product(how):
     sizes = [one.bytes for one in kept.storages.values()]
     assert sizes.count(aligned(8, 4 * 128 * 128 // 2, 4 * 128 * 2)) == 1
     assert 4 * 4 * 128 * 128 not in sizes
+
+
+def test_in_a_checkpoint_that_packs_one_pass_decodes_what_the_other_has_saved():
+    class Repeats(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model = Repeats(Weighs("function")).train()
+    x, y = torch.randn(4, 128, 32), torch.randn(4, 128, 32)
+    (expected,) = torch.autograd.grad(model(x), [*model.parameters()], y)
+    convert(model, operations=["attention", "linear"], checkpointed="packed")
+    found = [torch.autograd.grad(model(x), [*model.parameters()], y)[0] for _ in range(30)]
+    assert (z_scores(torch.stack(found) - expected).abs() < Z).all()
+
+
+def test_a_dtype_by_place():
+    model, x = nn.Sequential(Weighs("dtype")).train(), torch.randn(4, 128, 32)
+    exact = model(x)
+    convert(model, operations=["attention", "linear"])
+    assert torch.equal(model(x), exact)
