@@ -198,6 +198,9 @@ def einsum(module: PackedModule, site: int, equation: Any, *operands: Any) -> Te
     is_plain = all(len(set(each)) == len(each) for each in (one, other, made))
     if not is_plain or set(one) - set(other + made) or set(other) - set(one + made):
         return None
+    sizes = dict(zip(one, operands[0].shape, strict=False))
+    if any(sizes.get(index, size) != size for index, size in zip(other, operands[1].shape, strict=False)):
+        return None  # one of size 1, for any
     product = Product(functools.partial(torch.einsum, equation), True, indices=(one, other, made))
     return _multiplied(module, site, "linear", product, *operands)
 
@@ -316,7 +319,7 @@ def dropout(
     module: PackedModule, site: int, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
     """Apply dropout, of which a bit per element is saved."""
-    is_plain = input is None or not _are_known(input) or inplace or not training or not 0 < p < 1
+    is_plain = not isinstance(input, Tensor) or not _are_known(input) or inplace or not training or not 0 < p < 1
     if is_plain or _is_exact(module, "dropout") or not _is_large(module, input):
         return None
     call = _call(module, input, seeded=False)

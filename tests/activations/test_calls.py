@@ -139,6 +139,7 @@ class Arguments(Called):
         scores = torch.bmm(x, mat2=x.mT.flip(1)[..., :32])
         flat = torch.einsum("nc,ec->en", x.flatten(0, 1), self.weight[:, None] * self.first.weight)
         flat += 1
+        x = torch.einsum("bnc,ec->bne", x, self.weight[:, None])  # of size 1 in the weight
         normed = torch.layer_norm(x.roll(1, -1), (32,), self.weight, None, 1e-5, True)
         return normed + scores + flat.mT.view(x.shape) + type(self).act(x.detach())
 
