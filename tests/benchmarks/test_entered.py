@@ -21,4 +21,6 @@ def test_a_call_enters_no_more_files_than_before():
         files, moves = found[f"linear layer in a model, {bits} bits, forward"]
         assert files <= 13  # with a few lines each by which sparse, nested, meta and divided tensors are told apart
         assert moves <= 18  # the function itself asks for what it saves
-    assert found["RoBERTa, all operations, convert and one step"][0] <= 81  # the survey of its first step among them, and own code
+    assert (
+        found["RoBERTa, all operations, convert and one step"][0] <= 81
+    )  # the survey of its first step among them, and own code
