@@ -8,6 +8,7 @@ the knapsack only makes proposals, also with the results saved that divide the f
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
@@ -30,7 +31,6 @@ from rmm_linear.planning.step.flops import flop_counter
 
 _logger = logging.getLogger(__name__)
 
-_COUNTERS = flop_counter().flop_registry
 _OPERATIONS_PER_BYTE = 50  # what moving a byte takes, in floating-point operations: an estimate for any device
 # Shares of what a knapsack may save. With segments, it has the lower peaks and often less work, but not always.
 _SHARES = tuple(n / 10 for n in range(10, 0, -1))
@@ -268,8 +268,14 @@ def _work(node: fx.Node) -> float:
     return _flops(node) + _OPERATIONS_PER_BYTE * _bytes(node)
 
 
+@functools.cache
+def _counters() -> dict[Any, Any]:
+    """What counts the operations of an operator; made when it is asked for first, not at import."""
+    return flop_counter().flop_registry
+
+
 def _flops(node: fx.Node) -> int:
-    count = _COUNTERS.get(getattr(node.target, "overloadpacket", None))
+    count = _counters().get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
     args, named = tree_map_only(fx.Node, lambda each: each.meta.get("val"), (node.args, node.kwargs))
