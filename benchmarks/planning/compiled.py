@@ -31,7 +31,7 @@ class Compiled(Origin):
     solver: str  # torch's "dp", ours with the same share, ours with their peak as the budget in bytes, or ours, "least"
     peak: int = 0  # bytes
     work: float = 1.0  # estimated operations, by those without a budget
-    seconds: float = 0.0  # of compiling and one step, without a code generator
+    seconds: float = 0.0  # of the processor, of compiling and one step, without a code generator
     is_equal: str = ""  # whether gradients are those without a budget, to the bit
     seed: int = fit_steps.SEED
 
@@ -81,9 +81,9 @@ def _step(make: Callable[[], Any], partition: Callable[..., Any]) -> tuple[Parti
     model, batch = make()
     torch._dynamo.reset()
     step = torch.compile(model, backend=aot_autograd(fw_compiler=runs, bw_compiler=runs, partition_fn=judged))  # pyright: ignore[reportArgumentType]
-    begin = time.perf_counter()
+    begin = time.process_time()
     step(batch).backward()
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return found[0], [p.grad for p in model.parameters() if p.grad is not None], seconds
 
 

@@ -2,17 +2,19 @@
 
 torch.compile's own ``activation_memory_budget`` bounds what the forward pass saves, by a knapsack over single nodes.
 What the backward pass computes again at once is not counted, so that a smaller budget may have the higher peak. Here
-the knapsack only makes proposals, also with the results saved that divide the forward pass into segments (Chen et al.
-2016), of which one is computed again at once; the peaks of all are counted, tensor by tensor.
+the results are saved that divide the forward pass into segments (Chen et al. 2016), of which one is computed again at
+once; inside of them the knapsack only makes proposals, and the peaks of these are counted, tensor by tensor.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -32,9 +34,7 @@ from rmm_linear.planning.step.flops import flop_counter
 _logger = logging.getLogger(__name__)
 
 _OPERATIONS_PER_BYTE = 50  # what moving a byte takes, in floating-point operations: an estimate for any device
-# Shares of what a knapsack may save. With segments, it has the lower peaks and often less work, but not always.
-_SHARES = tuple(n / 10 for n in range(10, 0, -1))
-_IN_SEGMENTS = tuple(n / 20 for n in range(20, -1, -1))
+_SHARES = tuple(n / 20 for n in range(20, -1, -1))  # of what a knapsack may save
 _SAVED = CheckpointPolicy.MUST_SAVE
 _ASKED = 1e-9  # the budget at which torch asks its solver wherever there is something to choose
 
@@ -55,10 +55,19 @@ class Partition:
     @classmethod
     def of(cls, forward: fx.Graph, backward: fx.Graph, outputs: int) -> Partition:
         """Judge two graphs, node by node; the first outputs of the forward pass stay with the caller."""
-        returned = tree_leaves(forward.output_node().args)[:outputs]
-        held = {key: size for node in returned if isinstance(node, fx.Node) for key, size in _storages(node)}
-        work = sum(_work(node) for graph in (forward, backward) for node in graph.nodes)
-        return cls(max(_peak(forward, {}), _peak(backward, held)), work)
+        returned, gradients = (tree_leaves(each.output_node().args) for each in (forward, backward))
+        nodes = ([node for node in each.nodes if node.op != "output"] for each in (forward, backward))
+        return cls._of(next(nodes), returned, returned[:outputs], next(nodes), (), gradients)
+
+    @classmethod
+    def _of(
+        cls, forward: Sequence[fx.Node], returned: Sequence[Any], held: Sequence[Any],
+        backward: Sequence[fx.Node], saved: Collection[fx.Node], gradients: Sequence[Any],
+    ) -> Partition:  # fmt: skip
+        """Judge two passes from their nodes in order and what they return; the caller holds some of it."""
+        kept = {key: size for node in held if isinstance(node, fx.Node) for key, size in _storages(node)}
+        work = sum(map(_work, forward)) + sum(_work(node) for node in backward if node not in saved)
+        return cls(max(_peak(forward, (), returned, {}), _peak(backward, saved, gradients, kept)), work)
 
 
 class KnapsackSolver:
@@ -72,6 +81,7 @@ class KnapsackSolver:
     Args:
         memory: Bytes, or a text such as "8GB", for what a step of a graph makes: of all proposals within it the
             fastest is taken, otherwise that of the least peak, whatever torch's share is. None goes by torch's share.
+        segments: Save what crosses between segments of the forward pass. Few models need less without.
 
     Raises:
         RuntimeError: If this version of PyTorch asks no solvers of others.
@@ -81,56 +91,59 @@ class KnapsackSolver:
         >>> torch._functorch.config.activation_memory_budget = 0.1  # doctest: +SKIP
     """
 
-    def __init__(self, memory: int | str | None = None) -> None:
+    def __init__(self, memory: int | str | None = None, *, segments: bool = True) -> None:
         """Read the budget."""
         _extends("CustomKnapsackSolver", KnapsackSolver)
         self.memory = memory if memory is None else read_budget(memory, 0)
+        self.segments = segments
+        self.is_fastest = True  # whether what was chosen last runs the least again of all that is proposed
 
     def __call__(
         self, memory: list[float], joint_graph: fx.Graph, max_memory: float, node_info: Any, candidates: list[fx.Node]
     ) -> tuple[list[int], list[int]]:
         """Return the indices of the candidates to save, and of those to compute again."""
         _pin(joint_graph)
-        proposals = _proposals(memory, candidates, node_info)
-        judged = (_judged(joint_graph, node_info, candidates, each) for each in proposals)
-        if self.memory is None:
-            chosen = proposals[_by_share([each.saved for each in proposals], list(judged), max_memory)]
-        else:
-            chosen = proposals[_by_bytes(judged, self.memory)]
-        for node in chosen.borders:
+        borders = _borders(node_info.required_fw_nodes) if self.segments else ()
+        for node in borders:
             node.meta["recompute"] = _SAVED
-        return sorted({*range(len(memory))} - {*chosen.again}), list(chosen.again)
+        proposals = _proposals(memory, candidates, borders)
+        judge = functools.cache(lambda place: _judged(joint_graph, node_info, candidates, proposals[place].again))
+        if self.memory is None:
+            place = _by_share([each.saved for each in proposals], judge, max_memory)
+        else:
+            place = _by_bytes(len(proposals), judge, self.memory)
+        self.is_fastest = place == 0
+        again = proposals[place].again
+        return sorted({*range(len(memory))} - {*again}), list(again)
 
     def uuid(self) -> str:
         """Name what cached graphs depend on."""
-        return _hash(self.memory)
+        return _hash((self.memory, self.segments))
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What is computed again, and what is saved for certain between segments."""
+    """What is computed again, and what is saved, as one of torch's shares."""
 
     again: tuple[int, ...]
-    borders: tuple[fx.Node, ...]
-    saved: float  # as torch's shares
+    saved: float
 
 
-def _proposals(memory: Sequence[float], candidates: Sequence[fx.Node], info: Any) -> list[_Proposal]:
+def _proposals(memory: Sequence[float], candidates: Sequence[fx.Node], borders: Sequence[fx.Node]) -> list[_Proposal]:
     """Make proposals, from the fewest operations on."""
     from torch._functorch._activation_checkpointing.knapsack import dp_knapsack
 
     repeatable = [place for place, node in enumerate(candidates) if node.meta.get("recompute") != _SAVED]
     sizes, flops = [memory[i] for i in repeatable], [float(max(_flops(candidates[i]), 1)) for i in repeatable]
     share_of_byte = max(share / max(_bytes(node), 1) for share, node in zip(memory, candidates, strict=True))
-    borders = _borders(info.required_fw_nodes)
     between = share_of_byte * sum(map(_bytes, borders))
-    found = dict[Any, tuple[float, _Proposal]]()
-    for share, nodes in [*((share, borders) for share in _IN_SEGMENTS), *((share, ()) for share in _SHARES)]:
+    found = dict[tuple[int, ...], tuple[float, _Proposal]]()
+    for share in _SHARES:
         _, _, again = dp_knapsack(sizes, flops, share)
         places = tuple(sorted(repeatable[i] for i in again))
-        saved = sum(memory) - sum(memory[i] for i in places) + (between if nodes else 0.0)
-        found.setdefault((places, nodes), (sum(flops[i] for i in again), _Proposal(places, nodes, saved)))
-    return [made for _, made in sorted(found.values(), key=lambda each: (each[0], not each[1].borders))]
+        saved = sum(memory) - sum(memory[i] for i in places) + between
+        found.setdefault(places, (sum(flops[i] for i in again), _Proposal(places, saved)))
+    return [made for _, made in sorted(found.values(), key=lambda each: each[0])]
 
 
 def _pin(graph: fx.Graph) -> None:
@@ -143,9 +156,18 @@ def _pin(graph: fx.Graph) -> None:
     inputs = {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
     inputs |= {node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)}
     for node in graph.nodes:
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "call_function" and (is_random or not inputs.isdisjoint(node.all_input_nodes)):
+        if node.op == "call_function" and (_is_random(node) or not inputs.isdisjoint(node.all_input_nodes)):
             node.meta["recompute"] = _SAVED
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Say whether a node draws numbers; attention does with dropout alone, whatever its tag says."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
+    if "dropout_p" not in names:
+        return True
+    return dict(zip(names, node.args, strict=False)).get("dropout_p", node.kwargs.get("dropout_p", 0.0)) != 0.0
 
 
 def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -166,7 +188,7 @@ def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     if not inner:
         return ()
     narrow = sorted(crossing[place] for place in inner)[len(inner) // 20]
-    count = max(2, round(math.sqrt(before[-1] / narrow)))
+    count = round(math.sqrt(before[-1] / narrow))
     found = set[int]()
     for middle in (before[-1] * segment / count for segment in range(1, count)):
         near = [place for place in inner if abs(before[place] - middle) <= before[-1] / count / 2]
@@ -175,8 +197,8 @@ def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(nodes[place] for place in sorted(found))
 
 
-def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], proposal: _Proposal) -> Partition:
-    """Judge the partition that torch will make of a proposal."""
+def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], again: Iterable[int]) -> Partition:
+    """Judge the partition that torch will make of a graph if it may compute some of the candidates again."""
     from torch._functorch import config
     from torch.utils._ordered_set import OrderedSet
 
@@ -185,42 +207,92 @@ def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], proposal:
         ban_if_used_far_apart=False, ban_if_long_fusible_chains=False, ban_if_materialized_backward=False,
         ban_if_not_in_allowlist=False, ban_if_reduction=config.ban_recompute_reductions,
     )  # fmt: skip
-    before = {node: node.meta.get("recompute") for node in proposal.borders}
-    for node in proposal.borders:
-        node.meta["recompute"] = _SAVED
-    again = OrderedSet(candidates[i] for i in proposal.again)
-    saved, _ = partitioners.solve_min_cut(graph, info, options, again)
-    for node, policy in before.items():
-        node.meta["recompute"] = policy
-    numbers = [node for node in saved if partitioners.is_sym_node(node)]
-    tensors = [node for node in saved if not partitioners.is_sym_node(node)]
-    inputs = sum(map(_is_given, graph.nodes))  # of each, the backward pass returns a gradient, or None
-    outputs = len(tree_leaves(graph.output_node().args, is_leaf=lambda each: each is None)) - inputs
-    static = info.static_lifetime_input_nodes
-    forward, backward = partitioners._extract_fwd_bwd_modules(
-        graph.owning_module, tensors, numbers, num_fwd_outputs=outputs, static_lifetime_input_nodes=static
-    )
-    backward = partitioners.raise_getitems(partitioners.reordering_to_mimic_autograd_engine(backward))
-    return Partition.of(partitioners.raise_getitems(forward).graph, backward.graph, outputs)
+    saved, _ = partitioners.solve_min_cut(graph, info, options, OrderedSet(candidates[i] for i in again))
+    return _split_at(graph, info, saved)
 
 
-def _by_bytes(judged: Iterable[Partition], memory: int) -> int:
-    """The first, so the fastest, within the memory; otherwise that of the least peak."""
-    peaks = list[int]()
-    for place, each in enumerate(judged):
-        peaks.append(each.peak)
-        if each.peak <= memory:
-            return place
-    return peaks.index(min(peaks))
+def _split_at(graph: fx.Graph, info: Any, saved: Iterable[fx.Node]) -> Partition:
+    """Judge what torch makes of a graph whose forward pass saves these results, without making its two graphs."""
+    results = tree_leaves(graph.output_node().args, is_leaf=lambda each: each is None)
+    count = len(results) - sum(map(_is_given, graph.nodes))  # of each, the backward pass returns a gradient, or None
+    returned, gradients = results[:count], results[count:]
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    saved = set(saved)
+    read = _needed(gradients, saved)
+    saved &= read
+    forward = sorted(_needed([*returned, *saved, *_changes(graph, info)], ()), key=place.__getitem__)
+    backward = _in_order(sorted(read, key=place.__getitem__), saved, place)
+    return Partition._of(_raised(forward), [*returned, *saved], returned, _raised(backward, saved), saved, gradients)
 
 
-def _by_share(saved: Sequence[float], judged: Sequence[Partition], share: float) -> int:
+def _changes(graph: fx.Graph, info: Any) -> list[fx.Node]:
+    """What writes into inputs of the step in the forward pass."""
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return [node for node in found if info.is_required_fw(node)]
+
+
+def _needed(results: Iterable[Any], given: Collection[fx.Node]) -> set[fx.Node]:
+    """All that is computed for results, and what of the given they read."""
+    found, waiting = set[fx.Node](), [node for node in results if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += () if node in given else node.all_input_nodes
+    return found
+
+
+def _in_order(nodes: Sequence[fx.Node], given: Collection[fx.Node], place: dict[fx.Node, int]) -> list[fx.Node]:
+    """The order of the backward pass: what runs again does so as late as it can, as torch reorders it."""
+    inputs = [node for node in nodes if node.op == "placeholder" or node in given]
+    first = min((at for at, node in enumerate(nodes) if _is_first(node, given)), default=0)
+    found = dict.fromkeys(inputs)
+    for node in nodes[first:]:
+        missing = _needed([node], found.keys()) - found.keys()
+        found.update(dict.fromkeys(sorted(missing, key=place.__getitem__)))
+    return list(found)
+
+
+def _is_first(node: fx.Node, given: Collection[fx.Node]) -> bool:
+    """Say whether a node reads a gradient that the caller gives."""
+    return node not in given and any("tangents" in str(read.target) for read in node.all_input_nodes)
+
+
+def _raised(nodes: Sequence[fx.Node], given: Collection[fx.Node] = ()) -> list[fx.Node]:
+    """The same nodes, with the parts of a result directly after it."""
+    is_part = {node for node in nodes if node.target is operator.getitem and node not in given}
+    parts = dict[fx.Node, list[fx.Node]]()
+    for node in nodes:
+        if node in is_part:
+            parts.setdefault(node.all_input_nodes[0], []).append(node)
+
+    def with_parts(node: fx.Node) -> Iterator[fx.Node]:
+        yield node
+        for part in parts.get(node, ()):
+            yield from with_parts(part)
+
+    return [each for node in nodes if node not in is_part for each in with_parts(node)]
+
+
+def _by_bytes(count: int, judge: Callable[[int], Partition], memory: int) -> int:
+    """The first, so the fastest, within the memory; otherwise that of the least peak.
+
+    Peaks fall from the fastest on, by and large, so the first is bisected.
+    """
+    first = bisect.bisect_left(range(count), True, key=lambda place: judge(place).peak <= memory)
+    if first < count:
+        return first
+    best = min(range(count), key=lambda place: judge(place).peak)
+    return next((place for place in range(count) if judge(place).peak <= memory), best)
+
+
+def _by_share(saved: Sequence[float], judge: Callable[[int], Partition], share: float) -> int:
     """The fastest up to a share whose peak is no higher than the least above; otherwise that one."""
     everything = range(len(saved))
     above = [place for place in everything if saved[place] >= share] or [saved.index(max(saved))]
-    best = min(above, key=lambda place: judged[place].peak)
-    below = [place for place in everything if saved[place] <= share and judged[place].peak <= judged[best].peak]
-    return min(below, key=lambda place: judged[place].work, default=best)
+    best = min(above, key=lambda place: judge(place).peak)
+    below = (place for place in everything if saved[place] <= share)
+    return next((place for place in below if judge(place).peak <= judge(best).peak), best)
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -243,17 +315,18 @@ def _number(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
-def _peak(graph: fx.Graph, held: dict[int, int]) -> int:
-    """Bytes alive at once while a graph runs, without what it is given; ``held`` storages live to the end."""
-    size, born, last, end = dict(held), dict.fromkeys(held, 0), dict[int, int](), len(graph.nodes)
-    for place, node in enumerate(graph.nodes):
-        if node.op in ("placeholder", "call_function", "get_attr"):
-            for key, count in _storages(node):
-                born.setdefault(key, place)
-                size.setdefault(key, 0 if _is_given(node) or node.op == "get_attr" else count)
-                last[key] = place
-        for read in node.all_input_nodes:
-            last.update((key, end if node.op == "output" else place) for key, _ in _storages(read))
+def _peak(nodes: Sequence[fx.Node], given: Collection[fx.Node], returned: Iterable[Any], held: dict[int, int]) -> int:
+    """Bytes alive at once while nodes run, without what they get from outside; ``held`` storages live to the end."""
+    size, born, last, end = dict(held), dict.fromkeys(held, 0), dict[int, int](), len(nodes)
+    for place, node in enumerate(nodes):
+        for key, count in _storages(node):
+            born.setdefault(key, place)
+            size.setdefault(key, 0 if _is_given(node) or node.op == "get_attr" else count)
+            last[key] = place
+        for read in () if node in given else node.all_input_nodes:
+            last.update((key, place) for key, _ in _storages(read))
+    for node in returned:
+        last.update((key, end) for key, _ in (_storages(node) if isinstance(node, fx.Node) else ()))
     changes = [0] * (end + 2)
     for key, place in born.items():
         changes[place] += size[key]
@@ -300,11 +373,16 @@ class CompileBudget:
     def __call__(self, joint: fx.GraphModule, inputs: Sequence[object], **named: Any) -> Any:
         """Split a joint graph as torch does if that is within the budget, otherwise into the fastest that is."""
         split, exact = _split(joint, inputs, named, 1.0, "dp")
-        memory, best = read_budget(self.memory, exact.peak), exact
-        for share, solver in ((1 - _ASKED, "dp"), (_ASKED, KnapsackSolver(max(memory, 1)))):
-            if best.peak > memory:
-                found, judged = _split(joint, inputs, named, share, solver)
-                split, best = (found, judged) if judged.peak < best.peak else (split, best)
+        memory = read_budget(self.memory, exact.peak)
+        found = [(split, exact)]
+        for segments in (True, False):
+            if min(each.peak for _, each in found) > memory:
+                solver = KnapsackSolver(max(memory, 1), segments=segments)
+                found.append(_split(joint, inputs, named, _ASKED, solver))
+                if solver.is_fastest:  # then what torch does before it asks may do
+                    found.append(_split(joint, inputs, named, 1 - _ASKED, "dp"))
+        within = [each for each in found if each[1].peak <= memory]
+        split, best = min(within or found, key=lambda each: each[1].work if within else each[1].peak)
         if best.peak > memory and self.memory != LEAST:
             raise BudgetError(
                 f"No partition of this graph fits into memory={shown_budget(self.memory, exact.peak)}: it needs at "

@@ -14,6 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
 
 from rmm_linear.planning import CompileBudget, KnapsackSolver, Partition, compile_budget
+from rmm_linear.planning.graphs import knapsack
 
 pytestmark = [
     pytest.mark.usefixtures("no_graphs_left"),
@@ -62,6 +63,24 @@ class Residual1d(nn.Sequential):
 
     def forward(self, x):
         return x + super().forward(x)
+
+
+class Attends(nn.Module):
+    """Attention between linear layers."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.before, self.after, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), dropout
+
+    def forward(self, x):
+        heads = (part.view(4, -1, 2, WIDTH // 2).transpose(1, 2) for part in self.before(x).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(*heads, dropout_p=self.dropout)
+        return x + self.after(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
+
+
+def attends(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, WIDTH), *(Attends(dropout) for _ in range(4)))
 
 
 def step(partition, make=deep):
@@ -146,6 +165,29 @@ def test_nothing_runs_again_that_reads_what_the_step_changes():
     found = step(CompileBudget("least"), images)
     assert same(found[2], expected[2])
     assert found[0].peak < expected[0].peak
+
+
+@pytest.mark.parametrize("make", [deep, images, attends])
+def test_proposals_are_judged_as_the_graphs_that_torch_makes_of_them(make, monkeypatch):
+    judged = []
+    found = knapsack._judged
+
+    def kept(*args):
+        judged.append(found(*args))
+        return judged[-1]
+
+    monkeypatch.setattr(knapsack, "_judged", kept)
+    partition, _, _ = step(torchs(1e-9, KnapsackSolver(1)), make)
+    assert partition in judged
+    assert partition.peak == min(each.peak for each in judged)
+
+
+@pytest.mark.parametrize(("dropout", "runs_again"), [(0.0, True), (0.1, False)])
+def test_attention_runs_again_unless_it_draws_numbers(dropout, runs_again):
+    _, (_, backward), _ = step(torchs(1e-9, KnapsackSolver(1)), lambda: attends(dropout))
+    names = {str(node.target) for node in backward.graph.nodes}
+    forward = [name for name in names if "attention" in name and "backward" not in name]
+    assert bool(forward) == runs_again
 
 
 def test_what_is_no_budget():
