@@ -56,18 +56,9 @@ class Partition:
     def of(cls, forward: fx.Graph, backward: fx.Graph, outputs: int) -> Partition:
         """Judge two graphs, node by node; the first outputs of the forward pass stay with the caller."""
         returned, gradients = (tree_leaves(each.output_node().args) for each in (forward, backward))
-        nodes = ([node for node in each.nodes if node.op != "output"] for each in (forward, backward))
-        return cls._of(next(nodes), returned, returned[:outputs], next(nodes), (), gradients)
-
-    @classmethod
-    def _of(
-        cls, forward: Sequence[fx.Node], returned: Sequence[Any], held: Sequence[Any],
-        backward: Sequence[fx.Node], saved: Collection[fx.Node], gradients: Sequence[Any],
-    ) -> Partition:  # fmt: skip
-        """Judge two passes from their nodes in order and what they return; the caller holds some of it."""
-        kept = {key: size for node in held if isinstance(node, fx.Node) for key, size in _storages(node)}
-        work = sum(map(_work, forward)) + sum(_work(node) for node in backward if node not in saved)
-        return cls(max(_peak(forward, (), returned, {}), _peak(backward, saved, gradients, kept)), work)
+        first, second = ([node for node in each.nodes if node.op != "output"] for each in (forward, backward))
+        peak = _step_peak(first, returned, returned[:outputs], second, (), gradients)
+        return cls(peak, sum(map(_work, (*first, *second))))
 
 
 class KnapsackSolver:
@@ -107,11 +98,11 @@ class KnapsackSolver:
         for node in borders:
             node.meta["recompute"] = _SAVED
         proposals = _proposals(memory, candidates, borders)
-        judge = functools.cache(lambda place: _judged(joint_graph, node_info, candidates, proposals[place].again))
+        peak = functools.cache(lambda place: _peak_of(joint_graph, node_info, candidates, proposals[place].again))
         if self.memory is None:
-            place = _by_share([each.saved for each in proposals], judge, max_memory)
+            place = _by_share([each.saved for each in proposals], peak, max_memory)
         else:
-            place = _by_bytes(len(proposals), judge, self.memory)
+            place = _by_bytes(range(len(proposals)), peak, self.memory)
         self.is_fastest = place == 0
         again = proposals[place].again
         return sorted({*range(len(memory))} - {*again}), list(again)
@@ -197,8 +188,8 @@ def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(nodes[place] for place in sorted(found))
 
 
-def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], again: Iterable[int]) -> Partition:
-    """Judge the partition that torch will make of a graph if it may compute some of the candidates again."""
+def _peak_of(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], again: Iterable[int]) -> int:
+    """The peak of the partition that torch will make of a graph if it may compute some of the candidates again."""
     from torch._functorch import config
     from torch.utils._ordered_set import OrderedSet
 
@@ -208,11 +199,11 @@ def _judged(graph: fx.Graph, info: Any, candidates: Sequence[fx.Node], again: It
         ban_if_not_in_allowlist=False, ban_if_reduction=config.ban_recompute_reductions,
     )  # fmt: skip
     saved, _ = partitioners.solve_min_cut(graph, info, options, OrderedSet(candidates[i] for i in again))
-    return _split_at(graph, info, saved)
+    return _split_peak(graph, info, saved)
 
 
-def _split_at(graph: fx.Graph, info: Any, saved: Iterable[fx.Node]) -> Partition:
-    """Judge what torch makes of a graph whose forward pass saves these results, without making its two graphs."""
+def _split_peak(graph: fx.Graph, info: Any, saved: Iterable[fx.Node]) -> int:
+    """The peak of what torch makes of a graph whose forward pass saves these results, without making two graphs."""
     results = tree_leaves(graph.output_node().args, is_leaf=lambda each: each is None)
     count = len(results) - sum(map(_is_given, graph.nodes))  # of each, the backward pass returns a gradient, or None
     returned, gradients = results[:count], results[count:]
@@ -222,7 +213,7 @@ def _split_at(graph: fx.Graph, info: Any, saved: Iterable[fx.Node]) -> Partition
     saved &= read
     forward = sorted(_needed([*returned, *saved, *_changes(graph, info)], ()), key=place.__getitem__)
     backward = _in_order(sorted(read, key=place.__getitem__), saved, place)
-    return Partition._of(_raised(forward), [*returned, *saved], returned, _raised(backward, saved), saved, gradients)
+    return _step_peak(_raised(forward), [*returned, *saved], returned, _raised(backward, saved), saved, gradients)
 
 
 def _changes(graph: fx.Graph, info: Any) -> list[fx.Node]:
@@ -274,25 +265,24 @@ def _raised(nodes: Sequence[fx.Node], given: Collection[fx.Node] = ()) -> list[f
     return [each for node in nodes if node not in is_part for each in with_parts(node)]
 
 
-def _by_bytes(count: int, judge: Callable[[int], Partition], memory: int) -> int:
+def _by_bytes(places: range, peak: Callable[[int], int], memory: int) -> int:
     """The first, so the fastest, within the memory; otherwise that of the least peak.
 
-    Peaks fall from the fastest on, by and large, so the first is bisected.
+    Peaks fall from the fastest on, by and large: behind it, the first is bisected.
     """
-    first = bisect.bisect_left(range(count), True, key=lambda place: judge(place).peak <= memory)
-    if first < count:
+    if peak(0) <= memory:
+        return 0
+    first = bisect.bisect_left(places, True, lo=1, key=lambda place: peak(place) <= memory)
+    if first < len(places):
         return first
-    best = min(range(count), key=lambda place: judge(place).peak)
-    return next((place for place in range(count) if judge(place).peak <= memory), best)
+    return next((place for place in places if peak(place) <= memory), min(places, key=peak))
 
 
-def _by_share(saved: Sequence[float], judge: Callable[[int], Partition], share: float) -> int:
+def _by_share(saved: Sequence[float], peak: Callable[[int], int], share: float) -> int:
     """The fastest up to a share whose peak is no higher than the least above; otherwise that one."""
-    everything = range(len(saved))
-    above = [place for place in everything if saved[place] >= share] or [saved.index(max(saved))]
-    best = min(above, key=lambda place: judge(place).peak)
-    below = (place for place in everything if saved[place] <= share)
-    return next((place for place in below if judge(place).peak <= judge(best).peak), best)
+    places = range(len(saved))
+    best = min([place for place in places if saved[place] >= share] or [saved.index(max(saved))], key=peak)
+    return next((place for place in places if saved[place] <= share and peak(place) <= peak(best)), best)
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -313,6 +303,15 @@ def _bytes(node: fx.Node) -> int:
 def _number(size: Any) -> int:
     """A size; of a dynamic one, what it was in the batch that is compiled."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def _step_peak(
+    forward: Sequence[fx.Node], returned: Sequence[Any], held: Sequence[Any],
+    backward: Sequence[fx.Node], given: Collection[fx.Node], gradients: Sequence[Any],
+) -> int:  # fmt: skip
+    """Bytes alive at once in two passes, from their nodes in order and what they return; the caller holds some."""
+    kept = {key: size for node in held if isinstance(node, fx.Node) for key, size in _storages(node)}
+    return max(_peak(forward, (), returned, {}), _peak(backward, given, gradients, kept))
 
 
 def _peak(nodes: Sequence[fx.Node], given: Collection[fx.Node], returned: Iterable[Any], held: dict[int, int]) -> int:
