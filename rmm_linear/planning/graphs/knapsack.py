@@ -158,7 +158,8 @@ def _is_random(node: fx.Node) -> bool:
     names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     if "dropout_p" not in names:
         return True
-    return dict(zip(names, node.args, strict=False)).get("dropout_p", node.kwargs.get("dropout_p", 0.0)) != 0.0
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return given.get("dropout_p", 0.0) != 0.0
 
 
 def _borders(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
