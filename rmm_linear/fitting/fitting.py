@@ -292,14 +292,6 @@ class Fitting:
         )
 
 
-def peak_in_training(model: nn.Module, example: Any, *, optimizer: Any = None, accumulate: bool = False) -> int:
-    """Return the peak of a training process, with a step of a model as it is, planned or not, simulated."""
-    static = static_memory(model, optimizer)
-    before = static.before_step + (static.gradients if accumulate else 0)
-    step = watch(model, example, held=_held(None, accumulate=accumulate))[0]
-    return max(before + step.bytes, static.in_optimizer_step)
-
-
 def _seconds(options: list[list[Option]], chosen: list[int]) -> float:
     return sum(block[index].seconds for block, index in zip(options, chosen, strict=True))
 

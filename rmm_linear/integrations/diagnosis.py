@@ -9,52 +9,9 @@ from typing import Any
 from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import keyed, table, wrapped
-from rmm_linear.fitting.static_memory import StaticMemory
+from rmm_linear.fitting.step_memory import LABELS, StepMemory
 
 _SHOWN = 6
-_LABELS = {"ddp_buckets": "DDP's buckets", "in_its_step": "the optimizer's step"}
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Memory of a training process at the peak of a step.
-
-    Attributes:
-        static: Bytes in addition to a step.
-        gradients: Bytes of the gradients that are there at the peak.
-        activations: Bytes of activations and temporary results.
-        moment: Of the peak.
-    """
-
-    static: StaticMemory
-    gradients: int
-    activations: int
-    moment: str
-
-    @property
-    def step(self) -> int:
-        """Bytes at the peak of the forward and backward pass."""
-        return self.static.before_step + self.gradients + self.activations
-
-    @property
-    def peak(self) -> int:
-        """Bytes at the peak of a step, or of the optimizer's step, if that takes more."""
-        return max(self.step, self.static.in_optimizer_step)
-
-    @property
-    def is_optimizer(self) -> bool:
-        """Whether the peak is in the optimizer's step."""
-        return self.static.in_optimizer_step >= self.step
-
-    def parts(self) -> dict[str, int]:
-        """Return the bytes by part; "in_its_step" are temporary results of the optimizer, where its step takes most."""
-        static = self.static
-        found = {"parameters": static.parameters, "buffers": static.buffers, "optimizer": static.optimizer}
-        found |= {"ddp_buckets": static.ddp_buckets, "gathered": static.gathered}
-        if self.is_optimizer:
-            found |= {"gathered": 0, "in_its_step": static.optimizer_transient}
-            return found | {"gradients": static.gradients, "activations": 0}
-        return found | {"in_its_step": 0, "gradients": self.gradients, "activations": self.activations}
 
 
 @dataclass(frozen=True)
@@ -146,15 +103,14 @@ class Diagnosis(Report):
     def _peaks(self) -> str:
         columns = {"now": self.now, **self.options}
         rows = [
-            (_LABELS.get(name, name), *(show_bytes(one.parts()[name]) for one in columns.values()))
+            (LABELS.get(name, name), *(show_bytes(one.parts()[name]) for one in columns.values()))
             for name in self.now.parts()
             if any(one.parts()[name] for one in columns.values())
         ]
         rows.append(("peak", *(show_bytes(one.peak) for one in columns.values())))
         if any(one.is_optimizer for one in columns.values()):
             rows.append(("of forward and backward", *(show_bytes(one.step) for one in columns.values())))
-        moment = "optimizer's step" if self.now.is_optimizer else self.now.moment
-        return f"{table(('at the peak', *columns), rows)}\nNow, the peak is in the {moment}, by simulation."
+        return f"{table(('at the peak', *columns), rows)}\nNow, the peak is in the {self.now.moment}, by simulation."
 
     def _records(self) -> list[dict[str, Any]]:
         return [{"topic": one.topic, "gain": one.gain, "text": one.text, "code": one.code} for one in self.findings]

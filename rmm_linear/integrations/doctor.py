@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.progress import reporting, stage
 from rmm_linear._support.quiet import quiet
@@ -27,14 +26,14 @@ from rmm_linear.conversion.exact import converted_modules, revert
 from rmm_linear.conversion.explained import explained
 from rmm_linear.conversion.explanation import SHOWN, Explanation
 from rmm_linear.conversion.report import ConversionReport
+from rmm_linear.fitting.described import described, described_batch, is_packed
+from rmm_linear.fitting.remedies import Remedy, remedies
 from rmm_linear.fitting.static_memory import StaticMemory, static_memory
-from rmm_linear.integrations.diagnosis import Diagnosis, Finding, StepMemory
-from rmm_linear.integrations.remedies import Remedy, class_of, remedies
+from rmm_linear.fitting.step_memory import StepMemory, step_memory
+from rmm_linear.integrations.diagnosis import Diagnosis, Finding
 from rmm_linear.integrations.trainers import is_trainer, untraced
 from rmm_linear.memory.inputs import check_example, restored, rows_in, sequences_in
-from rmm_linear.memory.quantized import is_of
 from rmm_linear.planning.step.step import has_memory
-from rmm_linear.planning.step.watch import watch
 from rmm_linear.variance.whole_model import gradient_noise
 
 CONVERT, PACKED = "convert(model)", 'convert(model, checkpointed="packed")'
@@ -177,8 +176,8 @@ class _Examination:
         ]
         return Diagnosis(
             type(self.model).__name__,
-            self._words(),
-            self._batch(),
+            described(self.model, is_checkpointed_later=self.given.is_checkpointed_later),
+            described_batch(self.example, self.given.optimizer, accumulate=self.given.accumulate),
             now,
             self.options,
             sorted(findings, key=lambda one: -one.gain),
@@ -188,13 +187,7 @@ class _Examination:
         )
 
     def _memory(self) -> StepMemory:
-        """Simulate a step, without and with the bytes of gradients."""
-        alone = watch(self.model, self.example, held=lambda parameter: 0)[0]
-        if self.given.accumulate:
-            return StepMemory(self.static, self.static.gradients, alone.bytes, alone.moment)
-        step = watch(self.model, self.example)[0]
-        activations = min(alone.bytes, step.bytes)  # the first step of a converted model takes more, as it is checked
-        return StepMemory(self.static, step.bytes - activations, activations, step.moment)
+        return step_memory(self.model, self.example, self.static, accumulate=self.given.accumulate)
 
     def _converted(self, name: str, **settings: Any) -> tuple[ConversionReport | None, Explanation | None]:
         """Convert for a while, and measure a step; nothing is explained on the meta device, or out of memory."""
@@ -353,7 +346,7 @@ class _Examination:
         text = f"parameters, gradients and the optimizer's state are {rest / now.peak:.0%} of the peak, and stay."
         if all(p.requires_grad for p in self.model.parameters()):
             text += " Adapters (LoRA), an optimizer with less state or a smaller dtype would help."
-        elif static.parameters >= now.peak / 2 and not any(map(_is_packed, self.model.modules())):
+        elif static.parameters >= now.peak / 2 and not any(map(is_packed, self.model.modules())):
             text += " Frozen weights in 4 bits (QLoRA) take some 0.52 bytes each."
         return [Finding("weights", text)]
 
@@ -370,37 +363,6 @@ class _Examination:
             return [Finding("noise", f"{text}.")]
         text += ', which costs accuracy: quality="careful" adds half of it, an eighth in linear layers.'
         return [Finding("noise", text, 0, self._to_type(quality="careful"))]
-
-    def _words(self) -> str:
-        parameters = list(self.model.parameters())
-        packed: list[Any] = [module for module in self.model.modules() if _is_packed(module)]
-        trained = sum(p.numel() for p in self._trained())
-        total = sum(p.numel() for p in parameters)
-        total += sum(module.in_features * module.out_features - module.weight.numel() for module in packed)
-        dtypes = ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters))
-        text = f"{total:,} parameters ({dtypes}), "
-        text += (
-            "all trained"
-            if trained == total
-            else f"{trained:,} trained ({trained / max(total, 1):.2%}), the others frozen"
-        )
-        if adapters := sum(hasattr(module, "lora_A") for module in self.model.modules()):
-            text += f", {adapters} layers with LoRA"
-        if quantised := len(packed) + sum(is_of(p) for p in parameters if p.is_floating_point()):
-            text += f", {quantised} weights quantized"
-        config = getattr(self.model, "config", None)
-        if attention := getattr(config, "_attn_implementation", None):
-            text += f"; attention: {attention}"
-        later = ", on in training" if self.given.is_checkpointed_later else ""
-        return f"{text}; checkpointing: {'on' if self.is_checkpointed else 'off'}{later}."
-
-    def _batch(self) -> str:
-        example = self.example.batch if hasattr(self.example, "batch") else self.example
-        shapes = [tuple(one.shape) for one in tree_leaves(example) if isinstance(one, torch.Tensor) and one.dim()]
-        shape = " × ".join(map(str, shapes[0])) if shapes else "of a function"
-        kind = class_of(self.given.optimizer)
-        counted = "no optimizer is counted" if kind is None else f"optimizer: {kind.__name__}"
-        return f"Batch {shape}; {counted}{'; gradients accumulate' if self.given.accumulate else ''}."
 
     def _to_type(self, **settings: str | int) -> str:
         """Return the call that converts so: of the model, or of the callback of its Trainer."""
@@ -469,13 +431,6 @@ class _Examination:
             f"print(rmm_linear.doctor(model, batch{self._counted()}))",
         ]
         return "\n".join([*head, *(["# or, with less to train:"] if first else []), *lines])
-
-
-def _is_packed(module: nn.Module) -> bool:
-    """Say whether a linear layer, and no wrapper of one, has several weights in a number."""
-    weight = module._parameters.get("weight")
-    is_integer = weight is not None and not weight.dtype.is_floating_point
-    return is_integer and hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
 def _configurations(model: nn.Module) -> list[Any]:

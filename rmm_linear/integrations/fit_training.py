@@ -20,10 +20,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
 from rmm_linear.context.checkpointing import REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.fitting.fit import fit
-from rmm_linear.fitting.fitting import peak_in_training
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.resize import length_of, lengthened, usable_positions
 from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.fitting.step_memory import step_memory
 from rmm_linear.integrations.fit_processes import from_first, largest_of_all, shared_batch
 from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
@@ -184,7 +184,8 @@ class FitCallback(TrainerCallback):
             return None
         accumulate = trainer.args.gradient_accumulation_steps > 1
         try:
-            peak = peak_in_training(trainer.model, example, optimizer=trainer.optimizer, accumulate=accumulate)
+            static = static_memory(trainer.model, trainer.optimizer)
+            peak = step_memory(trainer.model, example, static, accumulate=accumulate).peak
             waits = sum(one.copied for one in offloaded(trainer.model).values())
         except Exception:  # other processes wait for an answer; what is wrong, a new fit will say
             return None

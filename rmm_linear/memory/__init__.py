@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear.memory.ledger import Ledger, track_saved
-from rmm_linear.memory.peak import Peak, peak
+from rmm_linear.memory.peak import LiveTensor, Peak, peak
 
 if TYPE_CHECKING:
     from rmm_linear.conversion.checkpointed import BlockMemory
@@ -29,6 +29,7 @@ __all__ = [
     "Keeper",
     "LayerMemory",
     "Ledger",
+    "LiveTensor",
     "OperationMemory",
     "Peak",
     "explain",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +16,40 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.reports import Report
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear._support.tables import keyed, named_table
+from rmm_linear._support.tables import grouped, keyed, named_table, wrapped
 
 # Fake tensors ask for their device by an operator: more often than for results.
 _DEVICE = torch.ops.prim.device.default
-_SHOWN = 8  # modules of a peak that is printed in short
+_SHOWN, _LARGEST = 8, 5  # rows of a peak that is printed in short, and tensors that are named one by one
+SAVED, RECOMPUTED, GRADIENTS, TEMPORARY = "saved", "recomputed", "gradients", "temporary"
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor that is alive at the peak of a step.
+
+    Attributes:
+        bytes: Of its storage.
+        module: The module that made it; "" is the model itself.
+        module_class: The class of that module.
+        operation: The operator that made it, such as "mm".
+        kind: "saved", made in the forward pass and there when the backward pass begins; "recomputed", by a checkpoint
+            in the backward pass; "gradients", of parameters; otherwise "temporary".
+        shape: As it was made.
+        dtype: Such as "bfloat16".
+    """
+
+    bytes: int
+    module: str = ""
+    module_class: str = ""
+    operation: str = ""
+    kind: str = TEMPORARY
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.module}" if self.module else ""
+        return f"{show_bytes(self.bytes)}, {self.dtype} {self.shape}: {self.kind}, made by {self.operation}{where}"
 
 
 @dataclass(repr=False)
@@ -30,45 +60,100 @@ class Peak(Report):
         bytes: Peak memory.
         measure: "cuda allocated", "cpu live tensors", or "simulated live tensors".
         moment: When, if the modules were followed: "forward of encoder.layer.0", "backward of ...".
-        by_module: Bytes that live at that moment, by the module that made them, if the modules were followed; "" is
-            the model itself.
+        alive: The tensors that live at that moment, in the order in which they were made, if the modules were followed.
         timeline: Live bytes after every allocation and release, and the moment of each, if the modules were followed.
     """
 
     bytes: int = 0
     measure: str = "cpu live tensors"
     moment: str = ""
-    by_module: dict[str, int] = field(default_factory=dict)
+    alive: Sequence[LiveTensor] = ()
     timeline: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def by_module(self) -> dict[str, int]:
+        """Bytes that live at the peak, by the module that made them; "" is the model itself."""
+        return _summed((one.module, one.bytes) for one in self.alive)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes that live at the peak, by the kind of tensor, as :class:`LiveTensor` has it."""
+        return _summed((one.kind, one.bytes) for one in self.alive)
+
+    @property
+    def largest(self) -> list[LiveTensor]:
+        """The five largest tensors that live at the peak, the largest first."""
+        return sorted(self.alive, key=lambda one: -one.bytes)[:_LARGEST]
+
+    @property
+    def by_pass(self) -> dict[str, tuple[int, str]]:
+        """Pass ("forward", "backward", "recomputation") to its own peak in bytes, and the module where that is."""
+        found: dict[str, tuple[int, str]] = {}
+        for size, moment in self.timeline:
+            name, _, module = moment.partition(" of ")
+            if size > found.get(name, (-1, ""))[0]:
+                found[name] = size, module
+        return found
 
     def summary(self) -> str:
         """Return the peak, and when it is, in one line, or two of 100 columns."""
         moment = (f"in the {self.moment}",) if self.moment else ()
         return keyed("rmm_linear:", (f"peak={show_bytes(self.bytes)}", f"({self.measure})", *moment))
 
-    def __str__(self) -> str:
-        return self._text(_SHOWN)
+    def _text(self, *, is_whole: bool) -> str:
+        return "\n\n".join([self.summary(), *([self.live_table(is_whole=is_whole)] if self.alive else [])])
 
-    def table(self) -> str:
-        """Return the bytes that live at the peak, by the module that made them.
+    def live_table(self, *, is_whole: bool = True) -> str:
+        """Return what lives at the peak, by the modules and operators that made it, and the largest tensors.
+
+        Args:
+            is_whole: Whether all rows are shown, or those that have the most bytes.
 
         Returns:
             Text.
         """
-        return self._text(len(self.by_module))
-
-    def _text(self, most: int) -> str:
-        found = sorted(self._records(), key=lambda row: -row["bytes"])
-        rows = [(row["module"], f"{row['bytes']:,}", f"{100 * row['bytes'] / max(self.bytes, 1):.1f}") for row in found]
-        if len(rows) > most + 1:
-            count = sum(row["bytes"] for row in found[most:])
-            less = (f"{len(rows) - most} more, see table()", f"{count:,}", f"{100 * count / max(self.bytes, 1):.1f}")
-            rows = [*rows[:most], less]
-        lines = [named_table(("made by", "bytes", "% of the peak"), rows)] if rows else []
-        return "\n".join([self.summary(), *lines])
+        parts = [
+            (one["module"], one["class"], one["operation"], one["kind"], str(one["bytes"])) for one in self._records()
+        ]
+        rows = [(name, *cells[:-1], len(names) * int(cells[-1])) for name, names, cells in grouped(parts)]
+        rows.sort(key=lambda row: -row[-1])
+        shown = len(rows) if is_whole or len(rows) <= _SHOWN + 1 else _SHOWN
+        cells = [(*row[:-1], show_bytes(row[-1]), f"{100 * row[-1] / max(self.bytes, 1):.1f}") for row in rows[:shown]]
+        laid_out = [named_table(("made by", "class", "operation", "kind", "bytes", "%"), cells)]
+        if left := sum(row[-1] for row in rows[shown:]):
+            laid_out.append(f"And {len(rows) - shown} more rows of {show_bytes(left)} together, see table().")
+        lines = [wrapped(f"{place}. {one}", 3) for place, one in enumerate(self.largest, 1)]
+        return "\n".join([*laid_out, "", "The largest tensors:", *lines])
 
     def _records(self) -> list[dict[str, Any]]:
-        return [{"module": name, "bytes": count} for name, count in self.by_module.items()]
+        names = ("module", "class", "operation", "kind")
+        found = _summed(((one.module, one.module_class, one.operation, one.kind), one.bytes) for one in self.alive)
+        return [{**dict(zip(names, key, strict=True)), "bytes": size} for key, size in found.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the peak as plain JSON types, without the timeline.
+
+        Returns:
+            bytes, measure and moment; passes: the peak of each pass, with its module; by_kind, by_module: bytes at the
+            peak; alive: the same by module, class, operation and kind; largest: tensors one by one.
+        """
+        return {
+            "bytes": self.bytes,
+            "measure": self.measure,
+            "moment": self.moment,
+            "passes": {name: {"bytes": size, "module": module} for name, (size, module) in self.by_pass.items()},
+            "by_kind": self.by_kind,
+            "by_module": self.by_module,
+            "alive": self._records(),
+            "largest": [{**asdict(one), "shape": [*one.shape]} for one in self.largest],
+        }
+
+
+def _summed(parts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
+    found = Counter[Any]()
+    for key, size in parts:
+        found[key] += size
+    return dict(found)
 
 
 class LiveTensors(TorchDispatchMode):
@@ -105,16 +190,15 @@ class LiveTensors(TorchDispatchMode):
             return
         leaves = tree_leaves(output)
         counted = leaves if self.counts_meta else [leaf for leaf in leaves if has_bytes(leaf)]
-        found = [storage for storage in storages(counted) if storage._cdata not in self.live]
-        inputs = {storage._cdata for storage in storages((args, kwargs))} if found else set[int]()
-        for storage in found:
-            if storage._cdata not in inputs:  # results written into an argument allocate nothing
-                self._add(storage)
+        new = [(part, store) for part in strided(counted) if (store := part.untyped_storage())._cdata not in self.live]
+        inputs = {storage._cdata for storage in storages((args, kwargs))} if new else set[int]()
+        for part, storage in new:
+            # Results written into an argument allocate nothing, and two may share a storage.
+            if storage._cdata not in inputs and storage._cdata not in self.live:
+                self._add(storage, part, func)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage, tensor: Tensor, func: Any) -> None:
         key = storage._cdata
-        if key in self.live:
-            return
         self.live[key] = storage.nbytes()
         self.now += storage.nbytes()
         self.result.bytes = max(self.result.bytes, self.now)
@@ -134,8 +218,13 @@ def has_bytes(leaf: Any) -> bool:
 
 def storages(tree: Any) -> list[torch.UntypedStorage]:
     """Return the storages of the tensors in nested arguments; of a tensor that consists of others, of these."""
+    return [tensor.untyped_storage() for tensor in strided(tree)]
+
+
+def strided(tree: Any) -> list[Tensor]:
+    """Return the plain tensors with a storage in nested arguments."""
     found = [inner for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for inner in parts(leaf)]
-    return [tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided]
+    return [tensor for tensor in found if tensor.layout == torch.strided]
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

@@ -98,6 +98,9 @@ def simulate_graph(costs: GraphCosts, run: fx.GraphModule, workspace: Workspace 
     peak = Peak(measure="simulated live tensors")
     with costs.mode, followed(run) as place, FollowedTensors(peak, place, workspace) as live:
         graph_step(run, costs.inputs)
+        for each in costs.inputs:
+            if isinstance(each, Tensor) and each.grad is not None:
+                live.finished(each.grad, None)
         live.finish()
     return peak
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor, fx, nn
@@ -160,10 +160,8 @@ class GraphPlan(Plan):
         def named(text: str) -> str:
             return re.sub(r"submod_(\d+)(\.piece)?", lambda found: names[found[1]], text)
 
-        peak.moment, by_module = named(peak.moment), dict[str, int]()
-        for name, size in peak.by_module.items():
-            by_module[named(name)] = by_module.get(named(name), 0) + size
-        peak.by_module, peak.timeline = by_module, [(size, named(moment)) for size, moment in peak.timeline]
+        peak.moment, peak.alive = named(peak.moment), [replace(one, module=named(one.module)) for one in peak.alive]
+        peak.timeline = [(size, named(moment)) for size, moment in peak.timeline]
         return peak
 
     def apply(self, model: nn.Module | None = None) -> Any:

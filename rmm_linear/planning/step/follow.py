@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,13 +14,24 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear.activations.experts import PackedExperts
 from rmm_linear.activations.gated import PackedGatedMLP
-from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.memory.peak import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY, LiveTensor, LiveTensors, Peak, strided
 from rmm_linear.memory.quantized import dequantized_bytes
 from rmm_linear.ops.dispatch import OPERATORS
 from rmm_linear.planning.step.flash import flash_workspace
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+
+
+class Made:
+    """A storage that an operator has made; ``is_gradient`` says that it became that of a parameter's gradient."""
+
+    __slots__ = ("dtype", "func", "is_gradient", "module", "pass_", "shape")
+
+    def __init__(self, pass_: str, module: str, func: Any, tensor: Tensor | None) -> None:
+        """Note the operator, and the tensor that it returned; None for bytes that it takes beyond its results."""
+        self.pass_, self.module, self.func, self.is_gradient = pass_, module, func, False
+        self.shape, self.dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
 
 
 class Event(NamedTuple):
@@ -30,14 +41,14 @@ class Event(NamedTuple):
         now: Live bytes after it.
         running: The innermost module that is running.
         change: Bytes allocated; negative for a release, 0 where a module begins.
-        owner: The module that made the storage.
+        made: The storage; None where a module begins.
     """
 
     now: int
     pass_: str
     running: str
     change: int
-    owner: str
+    made: Made | None = None
 
     @property
     def moment(self) -> str:
@@ -53,11 +64,13 @@ class Place:
         modules: The modules whose forward pass is running, outermost first.
         backward: The module whose backward pass was entered last.
         entered: Is called when a module's forward pass begins.
+        classes: The names of the classes of all modules.
     """
 
     modules: list[str] = field(default_factory=list)
     backward: str = ""
     entered: Callable[[], None] = lambda: None
+    classes: dict[str, str] = field(default_factory=dict)
 
     @property
     def now(self) -> tuple[str, str]:
@@ -75,6 +88,7 @@ def followed(model: nn.Module) -> Iterator[Place]:
     runs without them again, as a model without its adapters does for reference, is then no part of the step.
     """
     place, known, trained = Place(), set[int](), set[str]()
+    place.classes = {name: type(module).__name__ for name, module in model.named_modules()}
 
     def enter(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -133,6 +147,7 @@ class FollowedTensors(LiveTensors):
         self.workspace = workspace or {}
         self.events: list[Event] = []
         self.random: set[str] = set()  # modules that draw random numbers
+        self._made: dict[int, Made] = {}
         self._open = True
         place.entered = self._enter
 
@@ -145,39 +160,42 @@ class FollowedTensors(LiveTensors):
         beyond = beyond or flash_workspace(func, args, is_meta=self.is_meta)
         if beyond:
             pass_, running = self.place.now
-            self.events.append(Event(self.now + beyond, pass_, running, beyond, running))
-            self.events.append(Event(self.now, pass_, running, -beyond, running))
+            made = Made(pass_, running, func, None)
+            self.events.append(Event(self.now + beyond, pass_, running, beyond, made))
+            self.events.append(Event(self.now, pass_, running, -beyond, made))
 
     def _enter(self) -> None:
         """Note where the step is: a module may allocate nothing, and what follows is still after it."""
-        pass_, running = self.place.now
-        self.events.append(Event(self.now, pass_, running, 0, running))
+        self.events.append(Event(self.now, *self.place.now, 0))
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage, tensor: Tensor, func: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self.live:
-            return
         pass_, running = self.place.now
-        self.live[key] = size
+        self.live[key], made = size, Made(pass_, running, func, tensor)
+        self._made[key] = made
         self.now += size
-        self.events.append(Event(self.now, pass_, running, size, running))
-        weakref.finalize(storage, self._forget, key, running).atexit = False
+        self.events.append(Event(self.now, pass_, running, size, made))
+        weakref.finalize(storage, self._forget, key).atexit = False
 
-    def resize(self, tensor: Tensor, size: int) -> None:
-        """Count other bytes for a tensor from now on."""
-        key = tensor.untyped_storage()._cdata
-        change = size - self.live.get(key, size)
-        if change:
-            self.live[key] = size
-            self.now += change
-            pass_, running = self.place.now
-            self.events.append(Event(self.now, pass_, running, change, running))
+    def finished(self, gradient: Tensor, size: int | None) -> None:
+        """Take a tensor for a parameter's gradient, and count so many bytes for it from now on; None leaves them."""
+        for part in strided(gradient):
+            key = part.untyped_storage()._cdata
+            if key not in self.live:
+                continue
+            made = self._made[key]
+            made.is_gradient = size is None or size > 0
+            change = 0 if size is None else size - self.live[key]
+            if change:
+                self.live[key] += change
+                self.now += change
+                self.events.append(Event(self.now, *self.place.now, change, made))
 
-    def _forget(self, key: int, owner: str) -> None:
-        size = self.live.pop(key)
+    def _forget(self, key: int) -> None:
+        size, made = self.live.pop(key), self._made.pop(key)
         if self._open:  # what the step leaves is not released by it
             self.now -= size
-            self.events.append(Event(self.now, *self.place.now, -size, owner))
+            self.events.append(Event(self.now, *self.place.now, -size, made))
 
     def finish(self) -> None:
         """End the record and write it into the result."""
@@ -186,11 +204,39 @@ class FollowedTensors(LiveTensors):
         if not self.events:
             return
         highest = max(range(len(self.events)), key=lambda place: self.events[place].now)
+        turn = next((place for place, event in enumerate(self.events) if event.pass_ != FORWARD), len(self.events))
         result.bytes, result.moment = self.events[highest].now, self.events[highest].moment
-        for event in self.events[: highest + 1]:
-            result.by_module[event.owner] = result.by_module.get(event.owner, 0) + event.change
-        result.by_module = {name: count for name, count in result.by_module.items() if count}
+        saved = _alive(self.events[:turn])
+        result.alive = [
+            LiveTensor(
+                size,
+                made.module,
+                self.place.classes.get(made.module, ""),
+                made.func._opname,
+                _kind(made, is_saved=made in saved),
+                tuple(made.shape or ()),
+                str(made.dtype or "workspace").removeprefix("torch."),
+            )
+            for made, size in _alive(self.events[: highest + 1]).items()
+        ]
         result.timeline = [(event.now, event.moment) for event in self.events]
+
+
+def _alive(events: Iterable[Event]) -> dict[Made, int]:
+    """Return the storages that are there after events, with their bytes."""
+    found: dict[Made, int] = {}
+    for event in events:
+        if event.made is not None:
+            found[event.made] = found.get(event.made, 0) + event.change
+            if not found[event.made]:
+                del found[event.made]
+    return found
+
+
+def _kind(made: Made, *, is_saved: bool) -> str:
+    if made.is_gradient:
+        return GRADIENTS
+    return SAVED if is_saved else RECOMPUTED if made.pass_ == RECOMPUTATION else TEMPORARY
 
 
 def _declared(func: Any, args: Any) -> int:

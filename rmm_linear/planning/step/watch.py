@@ -23,11 +23,10 @@ def watch(
     peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
 
     def hold(parameter: Tensor) -> None:
-        if held is not None and parameter.grad is not None:
-            live.resize(parameter.grad, held(parameter))
+        if parameter.grad is not None:
+            live.finished(parameter.grad, None if held is None else held(parameter))
 
-    on_gradient = None if held is None else hold
-    with prepared(model, example, on_gradient=on_gradient) as step, followed(model) as place:
+    with prepared(model, example, on_gradient=hold) as step, followed(model) as place:
         live = FollowedTensors(peak, place, workspace, is_meta=not has_memory(model))
         with live:
             step()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rmm_linear._support.sizes import show_bytes
-from rmm_linear.integrations.diagnosis import StepMemory
+from rmm_linear.fitting.step_memory import StepMemory
+from rmm_linear.memory.peak import GRADIENTS
 
 # bitsandbytes' AdamW8bit: two states in 8 bits, with a float32 scale for each 256 of them; small parameters in float32.
 _BLOCK, _SMALL = 256, 4096
@@ -76,7 +77,9 @@ def remedies(step: StepMemory, optimizer: Any, trained: Iterable[Tensor]) -> lis
     words = (
         f"adapters (LoRA), which leave weights of {show_bytes(static.parameters)} and hardly any gradients and state"
     )
-    found.append(Remedy(words, replace(step, static=frozen, gradients=0)))
+    others = [one for one in step.passes.alive if one.kind != GRADIENTS]
+    passes = replace(step.passes, bytes=step.activations, alive=others)
+    found.append(Remedy(words, replace(step, static=frozen, passes=passes)))
     return [one for one in found if one.after.peak < step.peak]
 
 
