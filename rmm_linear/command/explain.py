@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from rmm_linear._support.quiet import quiet
-from rmm_linear.command import PROGRAM
-from rmm_linear.command.models import ERRORS, batch_for, check_batch, random_model, running
+from rmm_linear.command.models import batch_for, check_batch, random_model, running
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.explained import explained, keep_exact_on
 
 
-def explain_model(arguments: argparse.Namespace) -> int:
-    """Print what a conversion saves. Return the exit status: 0, or 2 for bad input."""
-    try:
-        return _explain(arguments)
-    except ERRORS as error:
-        print(f"{PROGRAM} explain: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-
-
-def _explain(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Print what a conversion saves. Return the exit status: 0."""
     check_batch(arguments)
     config = RMMConfig() if arguments.rmm_config is None else RMMConfig.load(arguments.rmm_config)
     if arguments.operations is not None:

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-import torch
-
-from rmm_linear.command import PROGRAM
 from rmm_linear.command.flex import counted_as_trained
-from rmm_linear.command.methods import prepared
-from rmm_linear.command.models import ERRORS
+from rmm_linear.command.methods import OPTIMIZERS, prepared
 from rmm_linear.fitting.fit import fit
 from rmm_linear.integrations.fit_settings import read_fit
 
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
-
-def fit_model(arguments: argparse.Namespace) -> int:
-    """Fit a model, and print the report. Return the exit status: 2 for bad input or a budget that cannot be met."""
-    try:
-        return _fit(arguments)
-    except ERRORS as error:
-        print(f"{PROGRAM} fit: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-
-
-def _fit(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Fit a model, and print the report. Return the exit status: 0; a budget that cannot be met is an error."""
     given = {
         name: getattr(arguments, name) for name in ("time", "max_noise", "allow", "folder", "host_memory", "bandwidth")
     }
@@ -37,7 +22,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     settings = read_fit({name: value for name, value in given.items() if value is not None})
     model, batch = prepared(arguments)
     notes = counted_as_trained(model)
-    report = fit(model, batch, optimizer=_OPTIMIZERS[arguments.optimizer], progress=arguments.progress, **settings)
+    report = fit(model, batch, optimizer=OPTIMIZERS[arguments.optimizer], progress=arguments.progress, **settings)
     report.notes[:0] = notes
     print(report)
     if arguments.save is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -12,27 +11,22 @@ import torch
 
 from rmm_linear._support.tables import wrapped
 from rmm_linear._support.validation import check_integer
-from rmm_linear.command import PROGRAM
 from rmm_linear.command.flex import counted_as_trained
-from rmm_linear.command.methods import for_training
-from rmm_linear.command.models import ERRORS, model_on_meta, random_batch
+from rmm_linear.command.methods import OPTIMIZERS, for_training
+from rmm_linear.command.models import model_on_meta, random_batch
 from rmm_linear.fitting.longest import LongestSequence, max_length
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.search import check_size
 from rmm_linear.fitting.shards import Shards
 
-_OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, fused=True), "sgd": torch.optim.SGD, "none": None}
+_OPTIMIZERS = {**OPTIMIZERS, "adamw": partial(torch.optim.AdamW, fused=True)}
 
 
-def find_longest(arguments: argparse.Namespace) -> int:
-    """Print the longest sequence. Return the exit status: 0; 1 if none fits; or 2 for bad input."""
-    try:
-        found = _found(arguments)
-        if arguments.save is not None and found.plan is not None:
-            found.plan.save(arguments.save)
-    except ERRORS as error:
-        print(f"{PROGRAM} longest: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+def run(arguments: argparse.Namespace) -> int:
+    """Print the longest sequence. Return the exit status: 0, or 1 if none fits."""
+    found = _found(arguments)
+    if arguments.save is not None and found.plan is not None:
+        found.plan.save(arguments.save)
     if arguments.json:
         print(json.dumps({"model": arguments.model, "method": arguments.method, **found.to_dict()}, indent=2))
     else:

@@ -25,6 +25,8 @@ block recomputed. Steps are simulated on a model without weights, in bfloat16, w
 """
 _DOCTOR = """Say on one page how a model trains: the peak of a step by parts, as it is and converted, what stays and
 why, and what to type. Nothing is trained. The model has random weights, or none if it is large."""
+_SIMULATE = """Simulate a training step of a model without weights: its peak by pass, module, operation and kind of
+tensor. With --memory, also the cheapest ways to fit; the exit status is 1 if the step does not fit as it is."""
 _OTHERS = {  # commands with a parser, and a --help, of their own
     "variance": (
         "rmm_linear.variance.__main__",
@@ -36,7 +38,8 @@ _MODEL = (
     f"{', '.join(KNOWN)}, whose sizes are known; or a folder written by save_pretrained; or a model of the hub, of "
     "which the configuration is read"
 )
-_COMMANDS = ("doctor", "explain", "fit", "longest", *_OTHERS, "version")
+_RUNS = ("doctor", "explain", "fit", "longest", "simulate")  # modules with a function of their arguments
+_COMMANDS = (*_RUNS, *_OTHERS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,24 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version())
         return 0
-    if arguments.command == "doctor":
-        from rmm_linear.command.doctor import examine
-
-        return examine(arguments)
-    if arguments.command == "explain":
-        from rmm_linear.command.explain import explain_model
-
-        return explain_model(arguments)
-    if arguments.command == "fit":
-        from rmm_linear.command.fit import fit_model
-
-        return fit_model(arguments)
-    if arguments.command == "longest":
-        from rmm_linear.command.longest import find_longest
-
-        return find_longest(arguments)
+    if arguments.command in _RUNS:
+        return _run(arguments)
     parser.print_help()
     return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from rmm_linear.command.models import ERRORS
+
+    try:
+        return importlib.import_module(f"rmm_linear.command.{arguments.command}").run(arguments)
+    except ERRORS as error:
+        print(f"{PROGRAM} {arguments.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
 
 
 def _run_other(name: str, words: list[str]) -> int:
@@ -96,7 +95,7 @@ def _help(command: str) -> str:
 
 def _help_all() -> int:
     """Print the help of the command, and of those below it that have flags."""
-    for words in ([], ["doctor"], ["explain"], ["fit"], ["longest"], *([name] for name in _OTHERS)):
+    for words in ([], *([name] for name in (*_RUNS, *_OTHERS))):
         with suppress(SystemExit):
             main([*words, "--help"])
         print()
@@ -148,6 +147,14 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
     longest = commands.add_parser("longest", help="the longest sequence that fits into memory", description=_LONGEST)
     _add_longest(longest)
+    simulate = commands.add_parser("simulate", help="the peak of a step, by module", description=_SIMULATE)
+    _add_model(simulate)
+    _add_method(simulate, "full")
+    _add_adapters(simulate)
+    _add_optimizer(simulate)
+    simulate.add_argument("--memory", metavar="SIZE", help="of the device, such as 80GB or 80GiB: adds ways to fit")
+    _add_progress(simulate)
+    simulate.add_argument("--json", action="store_true", help="print JSON")
     for name, (_, text) in _OTHERS.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("version", help="versions and backends of this machine, for a bug report")
@@ -162,12 +169,7 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--memory", required=True, metavar="SIZE", help="of the device, such as 80GB or 80GiB")
     _add_method(command, "lora")
-    command.add_argument(
-        "--adapters",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="their dtype (default: %(default)s); PEFT's own default is float32",
-    )
+    _add_adapters(command)
     command.add_argument(
         "--batch-size", "--batch_size", type=int, default=1, help="sequences of a batch (default: %(default)s)"
     )
@@ -195,6 +197,15 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
     _add_progress(command)
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--save", metavar="FILE", help="write the plan, which rmm_linear.planning.load_plan reads")
+
+
+def _add_adapters(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--adapters",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="their dtype (default: %(default)s); PEFT's own default is float32",
+    )
 
 
 def _add_host(command: argparse.ArgumentParser) -> None:

@@ -131,6 +131,16 @@ def fit(
     return report
 
 
+def check_whole(model: nn.Module, name: str) -> None:
+    """Raise if a model is divided among ranks; ``name`` is that of the function that takes none."""
+    if fully_sharded(model) is not None or any(is_dtensor(one) or hasattr(one, "ds_id") for one in model.parameters()):
+        raise ValueError(
+            f"{name} takes a model that is not sharded yet, got one with fully_shard, tensor parallelism or "
+            "DeepSpeed's ZeRO-3. Fit it before, with shards=rmm_linear.Shards(ranks) to count what one rank holds; the "
+            "plan stays when it is sharded."
+        )
+
+
 def check_arguments(
     model: Any,
     memory: Any,
@@ -153,12 +163,7 @@ def check_arguments(
             "fit takes a model that is as it was made, got one that is converted or has a plan. Call "
             "rmm_linear.revert(model) first."
         )
-    if fully_sharded(model) is not None or any(is_dtensor(one) or hasattr(one, "ds_id") for one in model.parameters()):
-        raise ValueError(
-            "fit takes a model that is not sharded yet, got one with fully_shard, tensor parallelism or DeepSpeed's "
-            "ZeRO-3. Fit it before, with shards=rmm_linear.Shards(ranks) to count what one rank holds; the plan stays "
-            "when it is sharded."
-        )
+    check_whole(model, "fit")
     names = (allow,) if isinstance(allow, str) else allow
     if not isinstance(names, Collection) or not names:
         raise ValueError(f"allow must be some of {', '.join(ALLOW)}, got {allow!r}. Leave it out to allow all.")

@@ -25,14 +25,18 @@ class Remedy:
     """A change of what is trained, or of the optimizer, and memory with it.
 
     Attributes:
-        words: What to change, as users type it, and the peak with it.
+        title: What to change, in a word or two.
+        words: The same as users type it, and the peak with it.
         after: Memory with it.
+        code: What to type, in Python.
         name: The optimizer's class in ``torch.optim``, if that stays.
         flag: In ``TrainingArguments``, for ``optim``; empty where there is none.
     """
 
+    title: str
     words: str
     after: StepMemory
+    code: str
     name: str = ""
     flag: str = ""
 
@@ -62,7 +66,8 @@ def remedies(step: StepMemory, optimizer: Any, trained: Iterable[Tensor]) -> lis
         fused = replace(step, static=replace(static, optimizer_transient=0))
         flag = "adamw_torch_fused" if name == "AdamW" else ""
         words = f"{name}(fused=True), which makes no temporary results: {show_bytes(fused.peak)}"
-        found.append(Remedy(words, fused, name, flag))
+        code = f"optimizer = torch.optim.{name}(model.parameters(), fused=True)"
+        found.append(Remedy(f"{name}(fused=True)", words, fused, code, name, flag))
     if is_adam:
         state = sum(_in_8_bits(one.numel()) for one in trained)
         small = replace(step, static=replace(static, optimizer=state, optimizer_transient=0))
@@ -70,7 +75,8 @@ def remedies(step: StepMemory, optimizer: Any, trained: Iterable[Tensor]) -> lis
             f"bitsandbytes.optim.{name}8bit, whose state is in 8 bits: {show_bytes(small.peak)}, or Paged{name}8bit, "
             "which moves it to the host where memory is short"
         )
-        found.append(Remedy(words, small, flag="adamw_bnb_8bit" if name == "AdamW" else ""))
+        code = f"optimizer = bitsandbytes.optim.{name}8bit(model.parameters())"
+        found.append(Remedy(f"{name}8bit", words, small, code, flag="adamw_bnb_8bit" if name == "AdamW" else ""))
     if static.gradients < static.parameters / 2:  # adapters, or a few layers
         return [one for one in found if one.after.peak < step.peak]
     frozen = replace(static, optimizer=0, optimizer_transient=0, gradients=0)
@@ -79,7 +85,8 @@ def remedies(step: StepMemory, optimizer: Any, trained: Iterable[Tensor]) -> lis
     )
     others = [one for one in step.passes.alive if one.kind != GRADIENTS]
     passes = replace(step.passes, bytes=step.activations, alive=others)
-    found.append(Remedy(words, replace(step, static=frozen, passes=passes)))
+    code = 'model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))'
+    found.append(Remedy("adapters (LoRA)", words, replace(step, static=frozen, passes=passes), code))
     return [one for one in found if one.after.peak < step.peak]
 
 

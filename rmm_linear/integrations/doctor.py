@@ -375,7 +375,7 @@ class _Examination:
     def _by(self, cure: Remedy) -> str:
         """Return the line that changes the optimizer, where there is one."""
         if not self.given.is_trainer:
-            return f"optimizer = torch.optim.{cure.name}(model.parameters(), fused=True)" if cure.is_fused else ""
+            return cure.code if cure.is_fused else ""
         is_made_later = isinstance(self.given.optimizer, partial)
         return f'trainer.args.optim = "{cure.flag}"' if cure.flag and is_made_later else ""
 

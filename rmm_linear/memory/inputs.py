@@ -217,15 +217,16 @@ def rows_in(batch: Any) -> int:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
     """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.
 
-    Modes, buffers and random number generators, Python's and NumPy's too, are restored after it.
+    Modes, buffers (unless they are left out) and random number generators, Python's and NumPy's too, are restored after
+    it.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = [
+    kept = [
         (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
+        for module in (model.modules() if buffers else ())
         for name, buffer in module.named_buffers(recurse=False)
     ]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -243,6 +244,6 @@ def restored(model: nn.Module) -> Iterator[None]:
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():
-                for module, name, buffer, value in buffers:
+                for module, name, buffer, value in kept:
                     module._buffers[name] = buffer
                     buffer.copy_(value)

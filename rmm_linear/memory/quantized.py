@@ -57,7 +57,7 @@ def replaced_weight(parameter: Tensor, replace: Callable[[Tensor], Tensor]) -> T
     else:
         packed, kept = parameter.detach().as_subclass(Tensor), vars(parameter)
     made = nn.Parameter(replace(packed), requires_grad=parameter.requires_grad)
-    vars(made).update({name: _replaced(value, replace) for name, value in kept.items()})
+    vars(made).update({name: replaced(value, replace) for name, value in kept.items()})
     return made
 
 
@@ -67,7 +67,7 @@ def replaced_states(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> It
     with undisturbed(model) as layers:
         for layer in layers:
             own = {name: value for name, value in vars(layer).items() if name not in _OF_MODULES}
-            vars(layer).update({name: _replaced(value, replace) for name, value in own.items()})
+            vars(layer).update({name: replaced(value, replace) for name, value in own.items()})
         yield
 
 
@@ -159,17 +159,18 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+def replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Replace the tensors in an attribute, also those inside of containers and of a quantizer's own objects."""
     if isinstance(value, nn.Module):
         return value
     if isinstance(value, Tensor):
         return replace(value)
     if isinstance(value, dict):
-        return {name: _replaced(each, replace) for name, each in value.items()}
+        return {name: replaced(each, replace) for name, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_replaced(each, replace) for each in value)
+        return type(value)(replaced(each, replace) for each in value)
     if is_of(value) and hasattr(value, "__dict__"):
         made = copy.copy(value)
-        vars(made).update({name: _replaced(each, replace) for name, each in vars(value).items()})
+        vars(made).update({name: replaced(each, replace) for name, each in vars(value).items()})
         return made
     return value

@@ -1,5 +1,8 @@
 """Plan training within a memory budget: choose what to save and what to recompute, and predict the peak."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import rmm_linear.planning.blocks.applied  # noqa: F401 registers the executor of BlockPlan
 from rmm_linear.planning.blocks.measure import BlockCost, Costs, measure
 from rmm_linear.planning.blocks.plan import BlockPlan, PlannedBlock
@@ -25,6 +28,10 @@ from rmm_linear.planning.step.workspace import workspace
 from rmm_linear.planning.stores.base import StoreError
 from rmm_linear.planning.stores.open import open_store
 
+if TYPE_CHECKING:
+    from rmm_linear.fitting.oom import OutOfMemoryReport, explain_oom
+    from rmm_linear.fitting.ways import Way
+
 __all__ = [
     "Applied",
     "BPTTPlan",
@@ -38,18 +45,21 @@ __all__ = [
     "GraphPlan",
     "KnapsackSolver",
     "NodeCost",
+    "OutOfMemoryReport",
     "Partition",
     "PlannedBlock",
     "PlannedPiece",
     "StepBytes",
     "StoreError",
     "SweepReport",
+    "Way",
     "apply",
     "backend",
     "bptt",
     "chain_sizes",
     "checkpoint_chain",
     "compile_budget",
+    "explain_oom",
     "load_plan",
     "measure",
     "minimum_peak",
@@ -64,3 +74,12 @@ __all__ = [
     "sweep",
     "workspace",
 ]
+
+# Fitting imports this folder, so these are imported on first access.
+_FROM_FITTING = {"OutOfMemoryReport": "oom", "Way": "ways", "explain_oom": "oom"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM_FITTING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rmm_linear.fitting.{_FROM_FITTING[name]}"), name)

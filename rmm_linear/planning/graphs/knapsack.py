@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from rmm_linear._support.sizes import show_bytes
 from rmm_linear.planning.budget import LEAST, BudgetError, read_budget, shown_budget, shown_least
-from rmm_linear.planning.step.flops import flop_counter
+from rmm_linear.planning.step.flops import operations
 
 _logger = logging.getLogger(__name__)
 
@@ -341,18 +341,9 @@ def _work(node: fx.Node) -> float:
     return _flops(node) + _OPERATIONS_PER_BYTE * _bytes(node)
 
 
-@functools.cache
-def _counters() -> dict[Any, Any]:
-    """What counts the operations of an operator; made when it is asked for first, not at import."""
-    return flop_counter().flop_registry
-
-
 def _flops(node: fx.Node) -> int:
-    count = _counters().get(getattr(node.target, "overloadpacket", None))
-    if count is None:
-        return 0
     args, named = tree_map_only(fx.Node, lambda each: each.meta.get("val"), (node.args, node.kwargs))
-    return _number(count(*args, **named, out_val=node.meta.get("val")))
+    return _number(operations(node.target, args, named, node.meta.get("val")))
 
 
 class CompileBudget:

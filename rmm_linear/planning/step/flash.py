@@ -1,4 +1,4 @@
-"""Count what flash attention's backward pass takes on a GPU beside its results.
+"""Count dropout and attention as on a GPU, and what flash attention's backward pass takes there beside its results.
 
 The kernel sums the gradient of the queries in float32, and where several heads share a key it makes the gradients of
 keys and values for every head, and adds them up: 33 kB per token for 32 heads of 128 that share 8 keys, in 16 bits.
@@ -13,11 +13,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 _BACKWARD = "_scaled_dot_product_flash_attention_backward"
 _OF_CPU = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _HALF = 2
+_AFTER = ("dropout_p", "is_causal")  # the arguments of attention after its mask
 _ROWS, _WIDTH, _NARROW, _WIDE = 128, 32, 128, 64  # what the kernel rounds to; heads wider than 128 to 64
+
+
+class AsOnGPU(TorchFunctionMode):
+    """Lets fake tensors of the CPU save for dropout what a GPU saves: a mask in bytes, and of attention no scores.
+
+    The CPU's fused attention has no dropout, so that with one there are all scores.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**dict(zip(_AFTER, args[4:], strict=False)), **kwargs}
+            kwargs["dropout_p"] = 0.0
+        elif func is F.dropout:
+            return _dropout(*args, **kwargs)
+        elif func is Tensor.backward:  # a mode is off inside of what it is asked about, and modules may run again there
+            with AsOnGPU():
+                return torch.autograd.backward(*args, kwargs.pop("gradient", None), **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or inplace or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
 
 
 def flash_workspace(func: Any, args: Any, *, is_meta: bool) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rmm_linear.planning.step.step import prepared
@@ -43,6 +45,26 @@ def count_flops(model: nn.Module, example: Any) -> int:
     with prepared(model, example) as step, flop_counter() as counter:
         step()
     return counter.get_total_flops()
+
+
+@functools.cache
+def _counters() -> dict[Any, Any]:
+    """What counts the operations of an operator; made when it is asked for first, not at import."""
+    return flop_counter().flop_registry
+
+
+def operations(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the operations of a call of an operator; 0 for those that no formula is known of."""
+    count = _counters().get(getattr(func, "overloadpacket", None))
+    return 0 if count is None else count(*args, **(kwargs or {}), out_val=output)
+
+
+def moved(func: Any, args: Any, kwargs: Any, output: Any) -> int:
+    """Return the bytes that a call of an operator reads and writes, each tensor once; views move none."""
+    if func.is_view:
+        return 0
+    tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)}
+    return sum(one.numel() * one.itemsize for one in tensors.values())
 
 
 def attention_flops(counter: FlopCounterMode) -> int:

@@ -18,6 +18,7 @@ from rmm_linear.memory.peak import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY, Live
 from rmm_linear.memory.quantized import dequantized_bytes
 from rmm_linear.ops.dispatch import OPERATORS
 from rmm_linear.planning.step.flash import flash_workspace
+from rmm_linear.planning.step.flops import moved, operations
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -135,14 +136,21 @@ class FollowedTensors(LiveTensors):
     """Adds up live bytes and remembers every change with its place."""
 
     def __init__(
-        self, result: Peak, place: Place, workspace: Workspace | None = None, *, is_meta: bool = False
+        self,
+        result: Peak,
+        place: Place,
+        workspace: Workspace | None = None,
+        *,
+        is_meta: bool = False,
+        per_byte: float | None = None,
     ) -> None:
         """Count into a result, which has the peak so far; :meth:`finish` adds the rest.
 
-        ``is_meta`` says that tensors of the CPU stand for those of an accelerator.
+        ``is_meta`` says that tensors of the CPU stand for those of an accelerator. With ``per_byte``, ``work`` is the
+        step's operations, and so many more for every byte that an operator reads or writes.
         """
         super().__init__(result)
-        self.is_meta = is_meta
+        self.is_meta, self.per_byte, self.work = is_meta, per_byte, 0.0
         self.place = place
         self.workspace = workspace or {}
         self.events: list[Event] = []
@@ -155,6 +163,8 @@ class FollowedTensors(LiveTensors):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random.add(self.place.now[1])
         super()._see(func, args, kwargs, output)
+        if self.per_byte is not None:
+            self.work += operations(func, args, kwargs, output) + self.per_byte * moved(func, args, kwargs, output)
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
         beyond = beyond or _declared(func, args) or dequantized_bytes(func, args, kwargs)
         beyond = beyond or flash_workspace(func, args, is_meta=self.is_meta)

@@ -70,9 +70,12 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def as_in_training(model: nn.Module) -> Iterator[None]:
-    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before."""
-    with restored(model), own_gradients(model), torch.enable_grad():
+def as_in_training(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
+    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before.
+
+    buffers: Whether they are copied meanwhile; on fake tensors, no step changes them.
+    """
+    with restored(model, buffers=buffers), own_gradients(model), torch.enable_grad():
         yield
 
 
@@ -118,7 +121,7 @@ def prepared(
     A converted model runs on the real ones, if they have values. Fake tensors for those on the meta device are on the
     CPU, as what a model saves depends on the device. ``on_gradient`` gets each parameter whose gradient is complete.
     """
-    with as_in_training(model), ExitStack() as stack:
+    with as_in_training(model, buffers=not runs_on_fakes(model)), ExitStack() as stack:
 
         def follow(tensors: Iterable[Tensor]) -> None:
             for tensor in tensors if on_gradient is not None else ():
@@ -193,7 +196,7 @@ def masks_by_values(batch: Any) -> Iterator[None]:
 
 def _masks_nothing(batch: Mapping[str, Any]) -> bool:
     found = [value for key, value in batch.items() if key.endswith("attention_mask") and isinstance(value, Tensor)]
-    return bool(found) and all(value.dim() == 2 and not value.is_meta and bool(value.all()) for value in found)
+    return bool(found) and all(value.dim() == 2 and not value.is_meta and bool(value.cpu().all()) for value in found)
 
 
 def _without_mask(ignores: Callable[..., bool]) -> Callable[..., bool]:

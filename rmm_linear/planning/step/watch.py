@@ -17,9 +17,16 @@ SIMULATING = "simulating the exact step"  # a stage of calls that simulate more 
 
 
 def watch(
-    model: nn.Module, example: Any, workspace: Workspace | None = None, held: Held | None = None
+    model: nn.Module,
+    example: Any,
+    workspace: Workspace | None = None,
+    held: Held | None = None,
+    per_byte: float | None = None,
 ) -> tuple[Peak, FollowedTensors]:
-    """Run a step and follow its tensors; ``held`` says how many bytes of a finished gradient count, None all."""
+    """Run a step and follow its tensors; ``held`` says how many bytes of a finished gradient count, None all.
+
+    ``per_byte`` is that of :class:`FollowedTensors`, which then counts the step's work.
+    """
     peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
 
     def hold(parameter: Tensor) -> None:
@@ -27,7 +34,7 @@ def watch(
             live.finished(parameter.grad, None if held is None else held(parameter))
 
     with prepared(model, example, on_gradient=hold) as step, followed(model) as place:
-        live = FollowedTensors(peak, place, workspace, is_meta=not has_memory(model))
+        live = FollowedTensors(peak, place, workspace, is_meta=not has_memory(model), per_byte=per_byte)
         with live:
             step()
             live.finish()
