@@ -207,7 +207,8 @@ def _kv_index(
 
 def why_elsewhere(*tensors: Tensor) -> str | None:
     """Say why attention reaches further than the tensors of this process; None if it does not."""
-    if F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:  # pyright: ignore
+    function = F.scaled_dot_product_attention
+    if function is not torch._C._nn.scaled_dot_product_attention and not hasattr(function, "rmm_is_local"):  # pyright: ignore
         return (
             "F.scaled_dot_product_attention is replaced, as by context parallelism, which attends to tokens of other "
             "processes"

@@ -15,7 +15,7 @@ from rmm_linear.fitting.search import check_size
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.fitting.step_memory import step_memory
 from rmm_linear.planning.budget import read_budget
-from rmm_linear.planning.step.flash import AsOnGPU
+from rmm_linear.planning.step.flash import as_on_gpu
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_size(arguments.memory)
     model, batch = prepared(arguments, on_meta=True)
     notes, optimizer = counted_as_trained(model), OPTIMIZERS[arguments.optimizer]
-    with running(model, is_random=arguments.batch is None), AsOnGPU():
+    with running(model, is_random=arguments.batch is None), as_on_gpu():
         found = step_memory(model, batch, static_memory(model, optimizer))
     memory = None if arguments.memory is None else read_budget(arguments.memory, found.peak)
     explained = None

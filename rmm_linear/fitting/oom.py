@@ -129,6 +129,13 @@ def _noise(way: Way) -> str:
     return f"random, variance ratio {way.noise:.2g}" if way.noise else "exact"
 
 
+def _without_values(tensor: Tensor) -> Tensor:
+    """Return a tensor of a batch that takes no memory of the device; masks have their values, which models look at."""
+    if tensor.is_meta or not tensor.is_floating_point():
+        return tensor.detach().cpu() if not tensor.is_meta else tensor
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
 def explain_oom(
     model: nn.Module,
     batch: Any,
@@ -204,13 +211,10 @@ def _explained(
     try:
         stage("simulating a step")
         # Without weights, or converted, the model's copy tells as much.
-        now = (
-            None
-            if needs_values(inner) or not (has_memory(inner) or callable(batch))
-            else step_memory(inner, batch, static)
-        )
+        has_own = callable(batch) or (has_memory(inner) and not needs_values(inner))
+        now = step_memory(inner, batch, static) if has_own else None
         if not callable(batch):
-            here = tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.detach().cpu(), batch)
+            here = tree_map_only(Tensor, _without_values, batch)
             trial = Trial(without_weights(inner), here, static, None, optimizer, is_on_cpu)
             now = now or trial.now
     except (ValueError, TypeError):

@@ -29,7 +29,7 @@ from rmm_linear.fitting.step_memory import StepMemory
 from rmm_linear.planning.blocks.plan import CONVERT, KEEP, BlockPlan, label_of
 from rmm_linear.planning.blocks.plan_blocks import plan_blocks
 from rmm_linear.planning.budget import LEAST, BudgetError
-from rmm_linear.planning.step.flash import AsOnGPU
+from rmm_linear.planning.step.flash import as_on_gpu
 from rmm_linear.planning.step.watch import watch
 
 # Operations in the time of a byte: of an accelerator with 5e14 per second and 3e12 bytes per second, and of a CPU.
@@ -107,7 +107,7 @@ class Trial:
 
     def as_trained(self) -> AbstractContextManager[Any]:
         """Count as on a GPU, unless the model trains on a CPU."""
-        return nullcontext() if self.is_on_cpu else AsOnGPU()
+        return nullcontext() if self.is_on_cpu else as_on_gpu()
 
     def found(self) -> list[Way]:
         """Try all ways; those that win something, the cheapest that fits first."""

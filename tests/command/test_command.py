@@ -48,7 +48,7 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "heavy"),
     [
-        *(([], "torch"), (["doctor"], "torch"), (["explain"], "torch"), (["fit"], "torch"), (["longest"], "torch")),
+        *(([], "torch"), (["doctor"], "torch"), (["fit"], "torch"), (["simulate"], "torch")),
         (["glue"], "transformers"),
     ],
 )
@@ -155,6 +155,10 @@ EXPLAIN = ["{}/roberta", "--batch"]
         ("longest", ["llama-3.1-8b", "--memory", "0.5"], "memory must be"),
         ("longest", ["llama-3.1-8b", "--memory", "8GB", "--rank", "0"], "rank must be at least 1"),
         ("longest", ["{}/vit", "--memory", "8GB"], "takes pixel_values"),
+        ("simulate", ["/nowhere"], "MODEL must be a folder written by save_pretrained"),
+        ("simulate", ["roberta-base", "--memory", "0.5"], "memory must be bytes or a text"),
+        ("simulate", ["roberta-base", "--length", "900"], "length must be at most 512"),
+        ("simulate", ["{}/t5", "--length", "30"], "The model does not take this batch: "),
         ("variance", ["model", "batch", "--plot", "/none/noise.png"], "--plot must be"),
         ("glue", ["--demo"], "not installed: no_such_package, nor_this. Run pip install 'rmm_linear[glue]'"),
     ],
@@ -177,7 +181,7 @@ def no_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils.get_session", get_session)
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "fit", "longest"])
+@pytest.mark.parametrize("command", ["doctor", "explain", "fit", "longest", "simulate"])
 def test_without_the_hub_a_name_is_answered_at_once_with_those_that_are_known(command, no_hub, capsys):
     assert main([command, "meta-llama/Llama3.1-8b", "--memory=1GB"][: 3 if command in ("fit", "longest") else 2]) == 2
     err = capsys.readouterr().err
@@ -211,7 +215,7 @@ def test_a_command_that_is_nearly_known(word, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([word, "x"])
     assert (
-        f"COMMAND must be one of doctor, explain, fit, longest, variance, glue, version, got '{word}'. Did you"
+        f"must be one of doctor, explain, fit, longest, simulate, variance, glue, version, got '{word}'. Did you"
         in capsys.readouterr().err
     )
 
@@ -311,6 +315,34 @@ def test_time_bounds_alone(folders, capsys):
     out = fitted(capsys, folders, *BATCH, "--time", "100", *RECOMPUTED)
     assert any(f" {choice}=" in out for choice in ("recompute", "selective", "nested"))
     assert "budget=" not in out
+
+
+# simulate
+
+
+def test_simulate_prints_the_peak_and_its_json_with_ways_out(folders, tmp_path, capsys):
+    words = ["simulate", str(folders / "llama"), "--size", "4", "--length", "64", "--no-progress"]
+    assert main([*words, "--method", "lora", "--adapters", "float32", "--rank", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rmm_linear simulate: peak=")
+    assert "layers with LoRA" in out
+    assert "The largest tensors:" in out
+    assert main([*words, "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)
+    assert peak["peak"] == sum(peak["parts"].values())
+    assert (peak["memory"], peak["fits"], peak["ways"], peak["length"]) == (None, None, [], 64)
+    assert main([*words, "--json", "--memory", str(peak["peak"] * 3 // 4)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert found["ways"][0]["fits"]
+    keys = {"model", "method", "optimizer", "size", "length", "memory", "fits", "peak", "moment", "parts", "passes"}
+    keys |= {"static", "by_kind", "by_module", "alive", "largest", "ways", "notes"}
+    assert found.keys() == peak.keys() == keys
+    ids = token_ids(4, 20)
+    torch.save({"input_ids": ids, "labels": ids[:, 0] % 2}, tmp_path / "batch.pt")
+    words = ["simulate", str(folders / "roberta"), "--batch", str(tmp_path / "batch.pt")]
+    assert main([*words, "--memory", "1GB"]) == 0
+    assert "Batch 4 × 20; optimizer: AdamW." in capsys.readouterr().out
 
 
 # longest

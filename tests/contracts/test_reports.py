@@ -14,9 +14,12 @@ from torch import nn
 import rmm_linear
 from rmm_linear._support.reports import Report
 from rmm_linear._support.tables import WIDTH, folded, table
+from rmm_linear.fitting.oom import OutOfMemoryReport
 from rmm_linear.fitting.static_memory import StaticMemory
+from rmm_linear.fitting.step_memory import StepMemory
+from rmm_linear.fitting.ways import Way
 from rmm_linear.memory import explain, peak, track_saved
-from rmm_linear.memory.peak import Peak
+from rmm_linear.memory.peak import LiveTensor, Peak
 from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import BlockPlan, PlannedBlock
 from rmm_linear.planning.chains.bptt_plans import plan_bptt
@@ -101,7 +104,8 @@ def saved():
 def live():
     with peak("cpu") as found:
         torch.ones(100).add(1).sum()
-    found.moment, found.by_module = f"backward of {LONG}", {f"{LONG}.{i}": i for i in range(20)}
+    found.moment = f"backward of {LONG}"
+    found.alive = [LiveTensor(i, f"{LONG}.{i}", LONG, LONG, "saved", (10**6,) * 4, "float32") for i in range(20)]
     return found
 
 
@@ -115,6 +119,16 @@ def longest(plan):
         131072, 1024, 8192, 4, plan, 10**10, 8 * 10**10, 12345.6, 10**11,
         "the link between the device's memory and the host's, in the recomputation of " + LONG, (NOTE,),
     )  # fmt: skip
+
+
+def step():
+    return StepMemory(StaticMemory(10**8, 10**6, 10**8, 2 * 10**8), live())
+
+
+def out_of_memory():
+    code = "for part in batch:\n    pass"
+    ways = [Way(f"{place} parts of the batch", code, 10**9, 1.0, 0.01, True, NOTE) for place in range(5)]
+    return OutOfMemoryReport(LONG, "9 parameters", "Batch 2 × 3.", step(), 10**9, ways, [NOTE])
 
 
 CASES = {
@@ -143,6 +157,8 @@ CASES = {
     "running probe": lambda: GradientProbe(nn.Sequential(nn.Linear(8, 8))),
     "saved": saved,
     "peak": live,
+    "step": step,
+    "out of memory": out_of_memory,
     "doctor": lambda: rmm_linear.doctor(
         nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1)), torch.ones(512, 32), noise=False
     ),

@@ -9,43 +9,55 @@ Source: ``mha_bwd`` in PyTorch's aten/src/ATen/native/transformers/cuda/flash_at
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import handle_torch_function, has_torch_function
 
 _BACKWARD = "_scaled_dot_product_flash_attention_backward"
 _OF_CPU = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _HALF = 2
-_AFTER = ("dropout_p", "is_causal")  # the arguments of attention after its mask
 _ROWS, _WIDTH, _NARROW, _WIDE = 128, 32, 128, 64  # what the kernel rounds to; heads wider than 128 to 64
 
 
-class AsOnGPU(TorchFunctionMode):
-    """Lets fake tensors of the CPU save for dropout what a GPU saves: a mask in bytes, and of attention no scores.
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let fake tensors of the CPU save for dropout what a GPU saves, a mask in bytes, and of attention no scores.
 
-    The CPU's fused attention has no dropout, so that with one there are all scores.
+    The CPU's fused attention has no dropout, so that with one there are all scores. A mode of PyTorch's functions is
+    off where a backward pass runs modules again, so these two are replaced, for fake tensors alone.
     """
+    attention, dropout = F.scaled_dot_product_attention, F.dropout
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = args[:4], {**dict(zip(_AFTER, args[4:], strict=False)), **kwargs}
-            kwargs["dropout_p"] = 0.0
-        elif func is F.dropout:
-            return _dropout(*args, **kwargs)
-        elif func is Tensor.backward:  # a mode is off inside of what it is asked about, and modules may run again there
-            with AsOnGPU():
-                return torch.autograd.backward(*args, kwargs.pop("gradient", None), **kwargs)
-        return func(*args, **kwargs)
+    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *given: Any, **named: Any) -> Any:
+        if has_torch_function((query, key, value)):  # whom modes ask for, by its name, is this function
+            return handle_torch_function(attend, (query,), query, key, value, attn_mask, *given, **named)
+        named |= dict(zip(("dropout_p", "is_causal"), given, strict=False))
+        named |= {"dropout_p": 0.0} if _is_fake(query) else {}
+        return attention(query, key, value, attn_mask, **named)
+
+    def drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if has_torch_function((input,)):
+            return handle_torch_function(drop, (input,), input, p=p, training=training, inplace=inplace)
+        if not (training and 0 < p < 1 and not inplace and _is_fake(input)):
+            return dropout(input, p, training, inplace)
+        return torch.native_dropout(input, p, True)[0]
+
+    vars(attend)["rmm_is_local"] = True
+    F.scaled_dot_product_attention, F.dropout = attend, drop
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.dropout = attention, dropout
 
 
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or inplace or not 0 < p < 1:
-        return F.dropout(input, p, training, inplace)
-    return torch.native_dropout(input, p, True)[0]
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 
 def flash_workspace(func: Any, args: Any, *, is_meta: bool) -> int:
