@@ -22,11 +22,12 @@ from rmm_linear.context.checkpointing import is_checkpointed
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import converted_modules, revert
 from rmm_linear.fitting.fit import fit
+from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.remedies import remedies
 from rmm_linear.fitting.resize import resized, sequences_of
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.fitting.step_memory import StepMemory
-from rmm_linear.planning.blocks.plan import CONVERT, KEEP, BlockPlan, label_of
+from rmm_linear.planning.blocks.plan import CONVERT, KEEP, OFFLOAD, BlockPlan, label_of
 from rmm_linear.planning.blocks.plan_blocks import plan_blocks
 from rmm_linear.planning.budget import LEAST, BudgetError
 from rmm_linear.planning.step.flash import as_on_gpu
@@ -203,6 +204,7 @@ class Trial:
         """Fit the exact model."""
         stage("trying: fit")
         model: Any = copy.deepcopy(self.twin)
+        allow = [word for word in ALLOW if word != OFFLOAD or not self.is_on_cpu]  # a CPU's model has nowhere to go
         memory, before = LEAST if self.memory is None else self.memory, list[str]()
         if self.is_changed:
             revert(model)
@@ -212,7 +214,7 @@ class Trial:
             before.append("model.config.use_cache = False")
         try:
             with self.as_trained():
-                report = fit(model, self.batch, memory, optimizer=self.optimizer, progress=False)
+                report = fit(model, self.batch, memory, optimizer=self.optimizer, allow=allow, progress=False)
         except (ValueError, TypeError, RuntimeError) as error:
             self._left_out("rmm_linear.fit", error)
             return None
