@@ -20,7 +20,7 @@ from rmm_linear.fitting.fit import check_whole
 from rmm_linear.fitting.resize import sequences_of
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.fitting.step_memory import StepMemory, step_memory
-from rmm_linear.fitting.ways import Trial, Way
+from rmm_linear.fitting.ways import Way, WaySearch
 from rmm_linear.memory.inputs import check_example, restored
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
 from rmm_linear.planning.step.step import has_memory, needs_values
@@ -207,7 +207,7 @@ def _explained(
     if memory is None and device is not None and device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     is_on_cpu = device is None and has_memory(inner)
-    trial: Trial | None = None
+    trial: WaySearch | None = None
     try:
         stage("simulating a step")
         # Without weights, or converted, the model's copy tells as much.
@@ -215,7 +215,7 @@ def _explained(
         now = step_memory(inner, batch, static) if has_own else None
         if not callable(batch):
             here = tree_map_only(Tensor, _without_values, batch)
-            trial = Trial(without_weights(inner), here, static, None, optimizer, is_on_cpu)
+            trial = WaySearch(without_weights(inner), here, static, None, optimizer, is_on_cpu)
             now = now or trial.now
     except (ValueError, TypeError):
         raise

@@ -6,7 +6,6 @@ read and write in units of them. Nothing is run, as there may be no memory to ru
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -31,6 +30,7 @@ from rmm_linear.planning.blocks.plan import CONVERT, KEEP, OFFLOAD, BlockPlan, l
 from rmm_linear.planning.blocks.plan_blocks import plan_blocks
 from rmm_linear.planning.budget import LEAST, BudgetError
 from rmm_linear.planning.step.flash import as_on_gpu
+from rmm_linear.planning.step.twin import without_weights
 from rmm_linear.planning.step.watch import watch
 
 # Operations in the time of a byte: of an accelerator with 5e14 per second and 3e12 bytes per second, and of a CPU.
@@ -73,7 +73,7 @@ class Way:
 
 
 @dataclass
-class Trial:
+class WaySearch:
     """What ways are tried on.
 
     Attributes:
@@ -142,7 +142,7 @@ class Trial:
     ) -> Way | None:
         """Try a change on a copy; None where it cannot be made, or the step with it cannot be simulated."""
         stage(f"trying: {name}")
-        model = copy.deepcopy(self.twin)
+        model = without_weights(self.twin)
         try:
             change(model)
             after, work = self.step(model, self.batch)
@@ -171,6 +171,8 @@ class Trial:
             return
 
         def enable(model: Any) -> None:
+            if hasattr(model, "config"):
+                model.config.use_cache = False  # as the model does itself, and says so
             getattr(model, method)({"use_reentrant": False})
 
         def both(model: Any) -> None:
@@ -203,7 +205,7 @@ class Trial:
     def _fitted(self) -> Way | None:
         """Fit the exact model."""
         stage("trying: fit")
-        model: Any = copy.deepcopy(self.twin)
+        model: Any = without_weights(self.twin)
         allow = [word for word in ALLOW if word != OFFLOAD or not self.is_on_cpu]  # a CPU's model has nowhere to go
         memory, before = LEAST if self.memory is None else self.memory, list[str]()
         if self.is_changed:

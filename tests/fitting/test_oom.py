@@ -202,7 +202,7 @@ def test_ways_fit_and_take_what_they_say(make):
 
 def test_nothing_of_the_steps_size_is_allocated_and_without_a_budget_ways_say_what_they_reach(monkeypatch):
     model, batch = mlp(), rows(16 * ROWS)
-    monkeypatch.setattr("rmm_linear.fitting.ways.Trial._fitted", lambda self: None)  # most of the time
+    monkeypatch.setattr("rmm_linear.fitting.ways.WaySearch._fitted", lambda self: None)  # most of the time
     reports = []
     assert allocator_peak(lambda: reports.append(explain_oom(model, batch))) < 0.05 * real_peak(model, batch)
     (found,) = reports
