@@ -96,7 +96,7 @@ FUNCTIONS = {
     "gradient_noise": lambda model, _: variance.gradient_noise(model, BATCH, rmm_linear.RMMConfig(**CONFIG), draws=1),
     "gradient_noise of a converted model": converted(lambda model, _: variance.gradient_noise(model, BATCH, draws=1)),
     "simulate": lambda model, _: planning.simulate(model, BATCH),
-    "explain_oom": lambda model, _: planning.explain_oom(model, BATCH, 0.9),
+    "explain_oom": lambda model, _: planning.explain_oom(model, BATCH, 1),
     "measure": lambda model, _: planning.measure(model, BATCH),
     "workspace": lambda model, _: planning.workspace(model, BATCH),
     "plan_blocks": lambda model, _: planning.plan_blocks(model, BATCH, 0.9),

@@ -142,12 +142,13 @@ class FollowedTensors(LiveTensors):
         workspace: Workspace | None = None,
         *,
         is_meta: bool = False,
-        per_byte: float | None = None,
+        per_byte: tuple[float, float] | None = None,
     ) -> None:
         """Count into a result, which has the peak so far; :meth:`finish` adds the rest.
 
         ``is_meta`` says that tensors of the CPU stand for those of an accelerator. With ``per_byte``, ``work`` is the
-        step's operations, and so many more for every byte that an operator reads or writes.
+        step's operations, and so many more for every byte that an operator of PyTorch, or of the library, reads or
+        writes.
         """
         super().__init__(result)
         self.is_meta, self.per_byte, self.work = is_meta, per_byte, 0.0
@@ -164,7 +165,8 @@ class FollowedTensors(LiveTensors):
             self.random.add(self.place.now[1])
         super()._see(func, args, kwargs, output)
         if self.per_byte is not None:
-            self.work += operations(func, args, kwargs, output) + self.per_byte * moved(func, args, kwargs, output)
+            per_byte = self.per_byte[func.namespace == "rmm_linear"]
+            self.work += operations(func, args, kwargs, output) + per_byte * moved(func, args, kwargs, output)
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
         beyond = beyond or _declared(func, args) or dequantized_bytes(func, args, kwargs)
         beyond = beyond or flash_workspace(func, args, is_meta=self.is_meta)

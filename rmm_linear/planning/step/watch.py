@@ -21,7 +21,7 @@ def watch(
     example: Any,
     workspace: Workspace | None = None,
     held: Held | None = None,
-    per_byte: float | None = None,
+    per_byte: tuple[float, float] | None = None,
 ) -> tuple[Peak, FollowedTensors]:
     """Run a step and follow its tensors; ``held`` says how many bytes of a finished gradient count, None all.
 
