@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 from planning_graph_helpers import network, real_peak
+from quantized_helpers import SHAPE, in_bitsandbytes, with_adapters
 from quantized_helpers import batch as tokens
-from quantized_helpers import in_bitsandbytes, with_adapters
 from quantized_helpers import llama as large_llama
 from torch import nn
 from torch.nn import functional as F
@@ -235,15 +235,17 @@ def test_what_is_on_already_is_said_and_not_offered_again(kind):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["adapters", "4 bits", "checkpointed", "compiled"])
-def test_ways_of_adapters_quantized_weights_and_checkpointed_models(kind):
-    model, batch = large_llama(dtype=torch.float32), tokens()
+def test_ways_of_adapters_quantized_weights_and_checkpointed_models(kind, monkeypatch):
+    monkeypatch.setitem(SHAPE, "num_hidden_layers", 4)
+    model, batch = large_llama(dtype=torch.float32), {name: one.repeat(16, 1) for name, one in tokens().items()}
     if kind != "compiled":
         model = with_adapters(in_bitsandbytes(model, 4) if kind == "4 bits" else model)
     if kind == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found = explain_oom(torch.compile(model) if kind == "compiled" else model, batch, 0.9, optimizer=torch.optim.AdamW)
-    names = [way.name for way in found.ways if way.fits]
-    assert ("checkpointing" in names) == (kind != "checkpointed")
+    names = [way.name for way in found.ways]
+    assert ("checkpointing, loss in chunks" in names) == (kind != "checkpointed")
+    assert found.ways[0].fits
     assert {"4 bits": "weights quantized", "checkpointed": "checkpointing: on", "compiled": "all trained"}.get(
         kind, "layers with LoRA"
     ) in found.weights
