@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
@@ -78,8 +80,10 @@ class PackedChannelNorm(PackedModule):
         )
         if is_exact or not (torch.is_grad_enabled() and is_trained):
             return super().forward(input)
-        run: Callable[[Tensor], Tensor] = super().forward
-        if isinstance(self, _InstanceNorm) and input.dim() == self._get_no_batch_dim():
+        run: Callable[[Tensor], Any] = super().forward
+        if isinstance(self, _BatchNorm) and not torch.compiler.is_compiling():
+            run = functools.partial(_WITH_STATISTICS, self)
+        elif isinstance(self, _InstanceNorm) and input.dim() == self._get_no_batch_dim():
             alone = functools.partial(_on_first, run)
             return self._coded(input.unsqueeze(0), alone, call).squeeze(0)
         return self._survey(input, self._coded(input, run, call))
@@ -162,9 +166,11 @@ class ChannelNormFunction(SavingFunction):
         ctx.norm, ctx.call, ctx.input_dtype = norm, norm.call, input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         output = run(input) if stored is None else run()  # first: it says what shapes it refuses
+        output, *statistics = output if isinstance(output, tuple) else (output,)
         if stored is None:
             with autocast_off(input.device.type):
-                stored = pack_channels(_arranged(input, norm.is_last), norm.call.seed, norm.bits, norm.eps, norm.groups)
+                how = norm.call.seed, norm.bits, norm.eps, norm.groups
+                stored = pack_channels(_arranged(input, norm.is_last), *how, *statistics)
         ctx.save_for_backward(weight, stored)
         return as_no_view(output)
 
@@ -181,7 +187,7 @@ class ChannelNormFunction(SavingFunction):
             x, of_weight, of_bias = channel_backward(y, stored, None if weight is None else weight.detach(), *how)
         grad_weight = of_weight.to(weight.dtype) if needs_weight and weight is not None else None
         grad_bias = of_bias.to(ctx.bias_dtype) if needs_bias else None
-        grad_input = _as_before(_without_means(x, norm.groups), grad_output.shape, norm.is_last)
+        grad_input = _as_before(x, grad_output.shape, norm.is_last)
         if norm.is_rearranged:
             grad_input = grad_input.contiguous(memory_format=LAST[grad_input.dim()])
         return grad_input, grad_weight, grad_bias, None, None, None
@@ -237,6 +243,29 @@ def _of_channels(numbers: Tensor, x: Tensor) -> Tensor:
     return numbers.view(-1, *(1,) * (x.dim() - 2))
 
 
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Return what F.batch_norm does, by the function that it calls, and mean and 1/σ of every channel."""
+    F._verify_batch_size(list(input.size()))  # pyright: ignore[reportAttributeAccessIssue]
+    how = weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
+    output, mean, rstd, *_ = torch._batch_norm_impl_index(input, *how)
+    return (output, mean, rstd) if mean.dtype == torch.float32 else output
+
+
+# The forward pass of BatchNorm, whose statistics are not computed again.
+_WITH_STATISTICS = FunctionType(
+    _BatchNorm.forward.__code__, {**_BatchNorm.forward.__globals__, "F": SimpleNamespace(batch_norm=_batch_norm)}
+)
+
+
 def _on_first(run: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     """Run a module on the one sample of a batch."""
     return run(batch.squeeze(0)).unsqueeze(0)
@@ -248,18 +277,6 @@ def _arranged(x: Tensor, is_last: bool) -> Tensor:
     if is_last:
         return x.movedim(1, -1).reshape(samples, -1, channels, 1).contiguous()
     return x.reshape(samples, 1, channels, -1).contiguous()
-
-
-def _without_means(x: Tensor, groups: int) -> Tensor:
-    """Take the mean of dX, arranged, out of every set of elements, in place: it is 0, but for the noise of the codes.
-
-    So biases in front of the norm have none, nor what else adds up to nothing there.
-    """
-    samples, places, channels, length = x.shape
-    sets = x.view(1, samples * places, channels, length) if groups == 0 else x.view(samples, places, groups, -1)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    sets.sub_(sets.mean((1, 3), keepdim=True, dtype=wide))
-    return x
 
 
 def _as_before(x: Tensor, shape: torch.Size, is_last: bool) -> Tensor:

@@ -16,7 +16,7 @@ from rmm_linear.backends.triton import KINDS, kernels
 from rmm_linear.ops import plain
 from rmm_linear.ops.plain import fp16_scale
 from rmm_linear.ops.repeat import Repeated
-from rmm_linear.packing import channel_norms
+from rmm_linear.packing.channel_norms import packed_shape
 from rmm_linear.packing.gated import Packed
 from rmm_linear.packing.norms import NormCopy, NormGradients
 from rmm_linear.packing.pointwise import Pointwise
@@ -142,14 +142,28 @@ def unpack(
     return kernels().unpack(codes, scales, seed, bits, columns, dtype)
 
 
-def pack_channels(x: Tensor, bits: int, seed: Seed, eps: float, groups: int) -> NormCopy:
+def pack_channels(
+    x: Tensor,
+    bits: int,
+    seed: Seed,
+    eps: float,
+    groups: int,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    *,
+    out: NormCopy | None = None,
+) -> NormCopy:
     """Pack as :func:`rmm_linear.packing.channel_norms.pack_channels` does."""
-    return channel_norms.pack_channels(x, bits, seed, eps, groups, packed=pack)  # pyright: ignore[reportArgumentType]
+    how = x.contiguous(), packing.check_bits(bits), seed, eps, groups, packed_shape(x.shape), mean, rstd, out
+    return NormCopy(*kernels().pack_channels(*how))
 
 
-def channel_gradients(*arguments: Any, **named: Any) -> NormGradients:
+def channel_gradients(
+    y: Tensor, saved: NormCopy, bits: int, seed: Tensor, gamma: Tensor | None, groups: int, **options: Any
+) -> NormGradients:
     """Compute what :func:`rmm_linear.packing.channel_norms.channel_gradients` does."""
-    return channel_norms.channel_gradients(*arguments, **named, unpacked=unpack)
+    how = y.contiguous(), *saved, bits, seed, gamma, groups, packed_shape(y.shape)
+    return NormGradients(*kernels().channel_gradients(*how, **options))
 
 
 def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ order in which its elements lie in memory, so that groups of 64 may have element
 ĥ = h + e. The errors e of two elements are uncorrelated, and of a group all have the variance v = scale² / 12, rotated
 or not, so that E[ĥ ⟨ĥ, g⟩] = h ⟨h, g⟩ + v ∘ g in every set, whatever elements it has in a group. Taken out again,
 
-    dX = rstd · (g − mean(g) − ĥ ⟨ĥ, g⟩ / M + v ∘ g / M)        dγ = Σ y ∘ ĥ        dβ = Σ y, exact
+    Z = rstd · (g − ĥ ⟨ĥ, g⟩ / M + v ∘ g / M)        dX = Z − mean(Z)        dγ = Σ y ∘ ĥ        dβ = Σ y, exact
 
 has the exact mean. M is large, mostly: of BatchNorm, what is taken out is small. The elements of dX of a set add up to
-zero; those of its estimate do not, as those of ĥ do not, and the module takes their mean out: noise adds up where a
-gradient does not, as in the biases in front of the norm.
+zero, of the estimate too, whose mean is that of all of Z, though those of ĥ do not: noise adds up where a gradient does
+not, as in the biases in front of the norm.
 
 An input is passed on as (N, S, C, B), contiguous: (N, 1, C, L) where the positions of a channel lie side by side, and
 (N, L, C, 1) where the channels of a position do. Bytes: those of :func:`rmm_linear.packing.pack`, and 4 for each set.
@@ -26,7 +26,7 @@ Variance: :mod:`rmm_linear.variance.standins.norms`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -70,23 +70,28 @@ def channel_parts(shape: Sequence[int], groups: int, bits: int) -> list[Part]:
 
 @without_autocast
 def pack_channels(
-    x: Tensor, bits: int, seed: Tensor, eps: float, groups: int, *, packed: Callable[..., tuple[Tensor, Tensor]] = pack
+    x: Tensor,
+    bits: int,
+    seed: Tensor,
+    eps: float,
+    groups: int,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
 ) -> NormCopy:
     """Normalize an input (N, S, C, B), and round it to ``bits`` per element.
 
-    Statistics are computed in float32, of float64 in float64. groups: G; 0 for BatchNorm. packed: Packs a matrix.
+    groups: G; 0 for BatchNorm. mean, rstd: Of every set, float32; None computes them in float32, of float64 in float64.
 
     Example:
         >>> x = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
         >>> pack_channels(x, 2, torch.tensor([0]), eps=0.0, groups=0).rstd
         tensor([1.])
     """
-    size = sets_of(x.shape, groups)[1]
     h = wide(x)
-    h = h - _by_channel(_sums(h.sum((1, 3)), groups) / size)
-    rstd = (_sums(h.square().sum((1, 3)), groups) / size + eps).rsqrt()
-    codes, scales = packed(h.mul_(_by_channel(rstd)).reshape(packed_shape(x.shape)), bits, seed)
-    return NormCopy(codes, scales, (rstd if groups == 0 else rstd[:, :: x.shape[2] // groups]).reshape(-1).float())
+    h = h - _spread(_mean(h, groups) if mean is None else mean, x.shape, groups)
+    rstd = (_mean(h.square(), groups) + eps).rsqrt() if rstd is None else rstd
+    codes, scales = pack(h.mul_(_spread(rstd, x.shape, groups)).reshape(packed_shape(x.shape)), bits, seed)
+    return NormCopy(codes, scales, rstd.float())
 
 
 @without_autocast
@@ -100,39 +105,33 @@ def channel_gradients(
     *,
     dtype: torch.dtype | None = None,
     sums: bool = True,
-    unpacked: Callable[..., Tensor] = unpack,
 ) -> NormGradients:
     """Compute the gradients of a norm from the packed copy of its normalized input.
 
     y: Gradient with respect to the output, floating point, shape (N, S, C, B). gamma: γ, shape (C,); None is 1. dtype:
-    Of dX. sums: Whether dγ and dβ are needed, float32 (float64 if ``y`` is). unpacked: Undoes what packed.
+    Of dX. sums: Whether dγ and dβ are needed, float32 (float64 if ``y`` is).
     """
-    wide_y, columns, size = wide(y), packed_shape(y.shape)[1], sets_of(y.shape, groups)[1]
-    h = unpacked(saved.codes, saved.scales, seed, bits, columns, wide_y.dtype).view(y.shape)
-    of_y, of_yh = wide_y.sum((1, 3)), (wide_y * h).sum((1, 3))
-    factor = torch.ones((), dtype=of_y.dtype, device=y.device) if gamma is None else gamma.detach().to(of_y.dtype)
-    rstd = saved.rstd.to(of_y.dtype)
-    rstd = rstd if groups == 0 else rstd.view(y.shape[0], groups).repeat_interleave(y.shape[2] // groups, 1)
-    kept = (scales_of(saved.scales).square() / (12 * size) + 1).to(of_y.dtype)
-    kept = kept.repeat_interleave(GROUP, 1)[:, :columns].view(y.shape)
-    h.mul_(_by_channel(_sums(of_yh * factor, groups) / size * rstd))
-    h.add_(_by_channel(_sums(of_y * factor, groups) / size * rstd))
-    x = wide_y * _by_channel(rstd * factor)
-    x = x.mul_(kept).sub_(h).to(dtype or y.dtype)
-    if not sums:
-        return NormGradients(x, *(of_y.new_empty(0) for _ in range(2)))
-    return NormGradients(x, *(one.sum(0, dtype=torch.float64).to(of_y.dtype) for one in (of_yh, of_y)))
+    g, columns, size = wide(y), packed_shape(y.shape)[1], sets_of(y.shape, groups)[1]
+    h = unpack(saved.codes, saved.scales, seed, bits, columns, g.dtype).view(y.shape)
+    weight, bias = ((g * h).sum((1, 3)), g.sum((1, 3))) if sums else (g.new_empty(0), g.new_empty(0))
+    g = g if gamma is None else g * gamma.detach().to(g.dtype).view(-1, 1)
+    slope = _spread(_mean(g * h, groups), y.shape, groups)
+    kept = (scales_of(saved.scales).square() / (12 * size) + 1).to(g.dtype)
+    x = (g * kept.repeat_interleave(GROUP, 1)[:, :columns].reshape(y.shape)).sub_(h.mul_(slope))
+    x = x.sub_(_spread(_mean(x, groups), y.shape, groups)).mul_(_spread(saved.rstd.to(g.dtype), y.shape, groups))
+    x = x.to(dtype or y.dtype)
+    return NormGradients(x, *(one.sum(0, dtype=torch.float64).to(g.dtype) if sums else one for one in (weight, bias)))
 
 
-def _sums(of_channels: Tensor, groups: int) -> Tensor:
-    """Return the sums over the sets of numbers (N, C), for every channel: shape (1, C) or (N, C)."""
-    if groups == 0:
-        return of_channels.sum(0, keepdim=True)
-    samples, channels = of_channels.shape
-    count = channels // groups
-    return of_channels.view(samples, groups, count).sum(2).repeat_interleave(count, 1)
+def _mean(x: Tensor, groups: int) -> Tensor:
+    """Return the mean of every set, shape (C,) or (N · G,)."""
+    of_channels = x.sum((1, 3))
+    of_sets = of_channels.unflatten(1, (groups, -1)).sum(2).flatten() if groups else of_channels.sum(0)
+    return of_sets / sets_of(x.shape, groups)[1]
 
 
-def _by_channel(numbers: Tensor) -> Tensor:
-    """Return numbers (*, C) so that they are broadcast to (N, S, C, B)."""
-    return numbers.unsqueeze(-2).unsqueeze(-1)
+def _spread(numbers: Tensor, shape: Sequence[int], groups: int) -> Tensor:
+    """Return numbers of every set so that they are broadcast to (N, S, C, B)."""
+    if groups:
+        numbers = numbers.view(shape[0], groups).repeat_interleave(shape[2] // groups, 1)
+    return numbers.unsqueeze(-1).view(-1, 1, shape[2], 1)

@@ -1,6 +1,7 @@
 """Triton kernels for random sketches and their storage in few bits."""
 
 from .activate import activate_and_pack, square_and_pack
+from .channels import channel_gradients, pack_channels
 from .dense_sketch import dense_sketch
 from .derivatives import apply_derivative, pack_derivative
 from .dropout import dropout
@@ -18,6 +19,7 @@ __all__ = [
     "apply_derivative",
     "apply_gated",
     "apply_mask",
+    "channel_gradients",
     "decode_normal",
     "dense_sketch",
     "dropout",
@@ -26,6 +28,7 @@ __all__ = [
     "norm_gradients",
     "normalize_and_pack",
     "pack",
+    "pack_channels",
     "pack_derivative",
     "pack_gated",
     "pack_mask",

@@ -165,92 +165,128 @@ static void unpack_channel_row(
             n->columns + whole * GROUP, scales + whole, h + whole * GROUP);
 }
 
-/* Σy and Σyh of every channel. kept: where h goes, or null. buffer: 2 * columns and 2 * channels. */
-static void channel_sums(
-    const void *y, int type, shape s, int64_t begin, int64_t end, int bits, const noise *n, const uint8_t *codes,
-    const uint8_t *scales, float *kept, float *buffer, pair *to) {
-    float *h = buffer + s.columns, *ones = buffer + 2 * s.columns, *products = ones + s.channels;
-    lanes sign[PARTS];
-    load_signs(n->signs, sign);
-    if (s.length == 1) memset(ones, 0, 2 * s.channels * sizeof(float));
-    for (int64_t row = begin; row < end; row++) {
-        const float *from = widened(y, type, row * s.columns, s.columns, buffer);
-        pair *places = to + first_channel(s, row);
-        h = kept ? kept + row * s.columns : h;
-        unpack_channel_row(s, row, bits, sign, n, codes, scales, h);
-        if (s.length > 1) {
-            for (int64_t k = 0; k < s.columns / s.length; k++) {
-                const float *one = from + k * s.length, *other = h + k * s.length;
-                lanes sum = {0}, product = {0};
-                int64_t i = 0;
-                for (; i + LANES <= s.length; i += LANES) {
-                    lanes v = LOAD(one + i);
-                    sum += v, product += v * LOAD(other + i);
-                }
-                if (i < s.length) {
-                    int left = (int)(s.length - i);
-                    lanes v = load_some(one + i, left, 0);
-                    sum += v, product += v * load_some(other + i, left, 0);
-                }
-                places[k].one += lanes_sum(sum), places[k].other += lanes_sum(product);
-            }
-            continue;
-        }
-        for (int64_t i = 0; i < s.channels; i++) ones[i] += from[i], products[i] += from[i] * h[i];
-        if ((row - begin) % BLOCK < BLOCK - 1 && row + 1 < end && (!s.groups || (row + 1) % s.places)) continue;
-        for (int64_t i = 0; i < s.channels; i++) places[i].one += ones[i], places[i].other += products[i];
-        memset(ones, 0, 2 * s.channels * sizeof(float));
+/* What the gradients need of a channel: sums of y, of y * h, of y * (1 + v / M), and of h. */
+typedef struct {
+    double y, yh, kept, h;
+} four;
+
+/* 1 + v / M of every column of a row. */
+INLINE void kept_of(shape s, const uint8_t *scales, float part, float *kept) {
+    for (int64_t i = 0; i < s.columns; i += GROUP) {
+        float scale = scale_of(scales[i / GROUP]), one = 1 + scale * scale * part;
+        for (int64_t k = i; k < i + GROUP && k < s.columns; k++) kept[k] = one;
     }
 }
 
-/* dX = y * factor * (1 + v / M) - h * slope - mean. numbers: factors, slopes and means of channels. out: has h, where it
+#define SIDE 4 /* rows of channels side by side, whose sums are added at once */
+
+/* Adds the sums over some rows of every column. y, h, kept: of each row. sums: four numbers of every column. */
+INLINE void add_side_by_side(
+    int rows, const float **y, const float **h, const float **kept, int64_t columns, float *sums) {
+    for (int64_t i = 0; i < columns; i += LANES) {
+        int left = columns - i < LANES ? (int)(columns - i) : LANES;
+        lanes found[4] = {{0}};
+        for (int k = 0; k < rows; k++) {
+            lanes v = left < LANES ? load_some(y[k] + i, left, 0) : (lanes)LOAD(y[k] + i);
+            lanes w = left < LANES ? load_some(h[k] + i, left, 0) : (lanes)LOAD(h[k] + i);
+            lanes f = left < LANES ? load_some(kept[k] + i, left, 0) : (lanes)LOAD(kept[k] + i);
+            found[0] += v, found[1] += v * w, found[2] += v * f, found[3] += w;
+        }
+        for (int k = 0; k < 4; k++) {
+            float *to = sums + k * columns + i;
+            if (left < LANES) store_some(to, left, load_some(to, left, 0) + found[k]);
+            else STORE(to, LOAD(to) + found[k]);
+        }
+    }
+}
+
+/* The sums of every channel. kept: where h goes, or null. buffer: 3 * SIDE * columns and 4 * channels. */
+static void channel_sums(
+    const void *y, int type, shape s, int64_t begin, int64_t end, int bits, const noise *n, const uint8_t *codes,
+    const uint8_t *scales, float *out, float *buffer, four *to) {
+    int64_t groups = (s.columns + GROUP - 1) / GROUP, width = s.columns;
+    float *sums = buffer + 3 * SIDE * width, part = (float)(1 / (12 * set_size(s)));
+    lanes sign[PARTS];
+    load_signs(n->signs, sign);
+    memset(sums, 0, 4 * s.channels * sizeof(float));
+    for (int64_t row = begin, some; row < end; row += some) {
+        const float *from[SIDE], *h[SIDE], *kept[SIDE];
+        int64_t last = s.groups && s.length == 1 ? (row / s.places + 1) * s.places : end; /* of one sample */
+        last = last < end ? last : end, some = s.length == 1 && row + SIDE <= last ? SIDE : 1;
+        for (int k = 0; k < some; k++) {
+            float *to_h = out ? out + (row + k) * width : buffer + k * width, *to_kept = buffer + (SIDE + k) * width;
+            from[k] = widened(y, type, (row + k) * width, width, buffer + (2 * SIDE + k) * width);
+            unpack_channel_row(s, row + k, bits, sign, n, codes, scales, to_h);
+            kept_of(s, scales + (row + k) * groups, part, to_kept);
+            h[k] = to_h, kept[k] = to_kept;
+        }
+        four *places = to + first_channel(s, row);
+        if (s.length == 1) {
+            if (some == SIDE) add_side_by_side(SIDE, from, h, kept, width, sums);
+            else add_side_by_side(1, from, h, kept, width, sums);
+            if ((row - begin) / BLOCK == (row + some - begin) / BLOCK && row + some < last) continue;
+            for (int64_t i = 0; i < s.channels; i++) {
+                places[i].y += sums[i], places[i].yh += sums[i + width];
+                places[i].kept += sums[i + 2 * width], places[i].h += sums[i + 3 * width];
+            }
+            memset(sums, 0, 4 * s.channels * sizeof(float));
+            continue;
+        }
+        for (int64_t k = 0; k < width / s.length; k++) {
+            lanes sum = {0}, product = {0}, less = {0}, normal = {0};
+            for (int64_t i = k * s.length, stop = i + s.length; i < stop; i += LANES) {
+                int left = stop - i < LANES ? (int)(stop - i) : LANES;
+                lanes v = left < LANES ? load_some(*from + i, left, 0) : (lanes)LOAD(*from + i);
+                lanes w = left < LANES ? load_some(*h + i, left, 0) : (lanes)LOAD(*h + i);
+                sum += v, product += v * w, normal += w;
+                less += v * (left < LANES ? load_some(*kept + i, left, 0) : (lanes)LOAD(*kept + i));
+            }
+            places[k].y += lanes_sum(sum), places[k].yh += lanes_sum(product);
+            places[k].kept += lanes_sum(less), places[k].h += lanes_sum(normal);
+        }
+    }
+}
+
+/* dX = y * (1 + v / M) * factor - h * slope - mean. numbers: factors, slopes and means of channels. out: has h, where it
  * is float32. buffer: 3 * columns. */
 static void channel_backward_rows(
     const void *y, int type, shape s, int64_t begin, int64_t end, int bits, const noise *n, const uint8_t *codes,
     const uint8_t *scales, const float *numbers, void *out, int out_type, float *buffer) {
     int64_t groups = (s.columns + GROUP - 1) / GROUP, count = apart(s) * s.channels;
-    float *h = buffer + s.columns, *to = buffer + 2 * s.columns, part = (float)(1 / (12 * set_size(s)));
+    float *h = buffer + s.columns, *kept = buffer + 2 * s.columns, part = (float)(1 / (12 * set_size(s)));
     lanes sign[PARTS];
     load_signs(n->signs, sign);
     for (int64_t row = begin; row < end; row++) {
         const float *from = widened(y, type, row * s.columns, s.columns, buffer);
         const float *factors = numbers + first_channel(s, row), *slopes = factors + count, *means = slopes + count;
-        const uint8_t *row_scales = scales + row * groups;
         if (out_type == FLOAT32) h = (float *)out + row * s.columns;
         else unpack_channel_row(s, row, bits, sign, n, codes, scales, h);
+        kept_of(s, scales + row * groups, part, kept);
         if (s.length == 1)
-            for (int64_t i = 0; i < s.columns; i++) to[i] = from[i] * factors[i], h[i] = h[i] * slopes[i] + means[i];
+            for (int64_t i = 0; i < s.columns; i++)
+                h[i] = from[i] * kept[i] * factors[i] - h[i] * slopes[i] - means[i];
         else
             for (int64_t k = 0; k < s.columns / s.length; k++) {
                 float factor = factors[k], slope = slopes[k], mean = means[k];
-                int64_t i = k * s.length, end = i + s.length;
-                for (; i + LANES <= end; i += LANES) {
-                    STORE(to + i, LOAD(from + i) * factor);
-                    STORE(h + i, LOAD(h + i) * slope + mean);
-                }
-                if (i < end) {
-                    int left = (int)(end - i);
-                    store_some(to + i, left, load_some(from + i, left, 0) * factor);
-                    store_some(h + i, left, load_some(h + i, left, 0) * slope + mean);
+                int64_t i = k * s.length, stop = i + s.length;
+                for (; i + LANES <= stop; i += LANES)
+                    STORE(h + i, LOAD(from + i) * LOAD(kept + i) * factor - LOAD(h + i) * slope - mean);
+                if (i < stop) {
+                    int left = (int)(stop - i);
+                    lanes v = load_some(from + i, left, 0) * load_some(kept + i, left, 0) * factor;
+                    store_some(h + i, left, v - load_some(h + i, left, 0) * slope - mean);
                 }
             }
-        for (int64_t group = 0; group < groups; group++) {
-            float scale = scale_of(row_scales[group]), kept = 1 + scale * scale * part;
-            int64_t first = group * GROUP, last = first + GROUP < s.columns ? first + GROUP : s.columns;
-            int64_t i = first;
-            for (; i + LANES <= last; i += LANES) STORE(h + i, LOAD(to + i) * kept - LOAD(h + i));
-            for (; i < last; i++) h[i] = to[i] * kept - h[i];
-        }
         if (out_type != FLOAT32) narrow(h, out_type, s.columns, out, row * s.columns);
     }
 }
 
 /* x: contiguous, (samples, places, channels, length). groups: of the channels of a sample; 0 where all samples have the
- * same statistics. rows, columns: of the packed matrix. Returns 0, or 2 or more if memory could not be allocated. */
+ * same statistics. rows, columns: of the packed matrix. given, given_rstds: of sets, or null. Returns 0, or 2 or more if memory could not be allocated. */
 int V(rmm_pack_channels)(
     const void *x, int type, int64_t samples, int64_t places, int64_t channels, int64_t length, int64_t groups,
-    int64_t rows, int64_t columns, float eps, int bits, int64_t seed, uint8_t *codes, uint8_t *scales, float *rstds,
-    int threads) {
+    int64_t rows, int64_t columns, float eps, const float *given, const float *given_rstds, int bits, int64_t seed,
+    uint8_t *codes, uint8_t *scales, float *rstds, int threads) {
     shape s = {samples, places, channels, length, groups, rows, columns};
     int64_t count = apart(s) * channels, each = 2 * columns + 3 * channels, size = set_channels(s);
     noise n;
@@ -261,17 +297,20 @@ int V(rmm_pack_channels)(
         return 2;
     }
     float *means = (float *)(sums + threads * count), *factors = means + count, *buffers = factors + count;
+    if (!given) {
 #pragma omp parallel num_threads(threads)
-    {
-        int64_t thread = omp_get_thread_num();
-        channel_statistics(x, type, s, SHARE(rows), buffers + thread * each, sums + thread * count);
+        {
+            int64_t thread = omp_get_thread_num();
+            channel_statistics(x, type, s, SHARE(rows), buffers + thread * each, sums + thread * count);
+        }
+        join_pairs(sums, count, threads);
     }
-    join_pairs(sums, count, threads);
     for (int64_t set = 0; set < count / size; set++) {
         pair sum = {0, 0};
         for (int64_t i = set * size; i < (set + 1) * size; i++) sum.one += sums[i].one, sum.other += sums[i].other;
         double mean = sum.one / set_size(s), variance = sum.other / set_size(s) - mean * mean;
         rstds[set] = (float)(1 / sqrt((variance > 0 || variance != variance ? variance : 0) + eps));
+        if (given) mean = given[set], rstds[set] = given_rstds[set];
         for (int64_t i = set * size; i < (set + 1) * size; i++) means[i] = (float)mean, factors[i] = rstds[set];
     }
 #pragma omp parallel num_threads(threads)
@@ -292,10 +331,10 @@ int V(rmm_channel_gradients)(
     int64_t rows, int64_t columns, int bits, const float *gamma, int64_t seed, const uint8_t *codes,
     const uint8_t *scales, const float *rstds, void *out, int out_type, float *to_gamma, float *to_beta, int threads) {
     shape s = {samples, places, channels, length, groups, rows, columns};
-    int64_t count = apart(s) * channels, each = 3 * columns + 2 * channels, size = set_channels(s);
+    int64_t count = apart(s) * channels, each = 3 * SIDE * columns + 4 * channels, size = set_channels(s);
     noise n;
     if (!begin_noise(&n, seed, 0, rows, columns)) return 2;
-    pair *sums = calloc(threads * count * sizeof(pair) + (threads * each + 3 * count) * sizeof(float) + 1, 1);
+    four *sums = calloc(threads * count * sizeof(four) + (threads * each + 3 * count) * sizeof(float) + 1, 1);
     if (!sums) {
         end_noise(&n);
         return 2;
@@ -308,22 +347,26 @@ int V(rmm_channel_gradients)(
             y, type, s, SHARE(rows), bits, &n, codes, scales, out_type == FLOAT32 ? out : NULL,
             buffers + thread * each, sums + thread * count);
     }
-    join_pairs(sums, count, threads);
+    for (int64_t i = count; i < threads * count; i++) {
+        four *all = sums + i % count;
+        all->y += sums[i].y, all->yh += sums[i].yh, all->kept += sums[i].kept, all->h += sums[i].h;
+    }
     for (int64_t i = 0; to_gamma && i < channels; i++) {
-        pair sum = {0, 0};
-        for (int64_t k = i; k < count; k += channels) sum.one += sums[k].one, sum.other += sums[k].other;
-        to_gamma[i] = (float)sum.other, to_beta[i] = (float)sum.one;
+        double of_gamma = 0, of_beta = 0;
+        for (int64_t k = i; k < count; k += channels) of_gamma += sums[k].yh, of_beta += sums[k].y;
+        to_gamma[i] = (float)of_gamma, to_beta[i] = (float)of_beta;
     }
     for (int64_t set = 0; set < count / size; set++) {
-        double mean = 0, slope = 0, rstd = rstds[set];
+        double mean = 0, slope = 0, normal = 0, rstd = rstds[set];
         for (int64_t i = set * size; i < (set + 1) * size; i++) {
             double factor = gamma ? gamma[i % channels] : 1;
-            mean += factor * sums[i].one, slope += factor * sums[i].other;
+            mean += factor * sums[i].kept, slope += factor * sums[i].yh, normal += sums[i].h;
         }
+        slope /= set_size(s), mean = (mean - slope * normal) / set_size(s);
         for (int64_t i = set * size; i < (set + 1) * size; i++) {
             numbers[i] = (float)(rstd * (gamma ? gamma[i % channels] : 1));
-            numbers[count + i] = (float)(slope / set_size(s) * rstd);
-            numbers[2 * count + i] = (float)(mean / set_size(s) * rstd);
+            numbers[count + i] = (float)(slope * rstd);
+            numbers[2 * count + i] = (float)(mean * rstd);
         }
     }
 #pragma omp parallel num_threads(threads)

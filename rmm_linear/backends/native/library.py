@@ -36,7 +36,7 @@ SIGNATURES = {
     "rmm_max_pool_backward": "ppippi",
     "rmm_norm_backward": "piqpqqiipqppppippi",
     "rmm_pack": "pipqqqqqqippi",
-    "rmm_pack_channels": "piqqqqqqqfiqpppi",
+    "rmm_pack_channels": "piqqqqqqqfppiqpppi",
     "rmm_pack_derivative": "piqqqpiipqffffffppi",
     "rmm_pack_gated": "ppiqqqqpiiqqppppi",
     "rmm_pack_mask": "piqqppi",

@@ -23,31 +23,59 @@ def _layout(shape: tuple[int, ...], groups: int, bits: int) -> tuple[list[int], 
 
 
 def pack_channels(
-    x: Tensor, bits: int, seed: Tensor, eps: float, groups: int, *, out: NormCopy | None = None
+    x: Tensor,
+    bits: int,
+    seed: Tensor,
+    eps: float,
+    groups: int,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+    *,
+    out: NormCopy | None = None,
 ) -> NormCopy:
     """Pack as :func:`rmm_linear.packing.channel_norms.pack_channels` does."""
-    codes, scales, rstd = out or (
+    codes, scales, saved = out or (
         *empty_packed(*packed_shape(x.shape), check_bits(bits), x),
         x.new_empty(sets_of(x.shape, groups)[0], dtype=torch.float32),
     )
-    _write(x, int(seed), bits, eps, groups, rstd.data_ptr(), codes.data_ptr(), scales.data_ptr())
-    return NormCopy(codes, scales, rstd)
+    places = saved.data_ptr(), codes.data_ptr(), scales.data_ptr()
+    _write(x, int(seed), bits, eps, groups, mean, rstd, *places)
+    return NormCopy(codes, scales, saved)
 
 
-def stored_channels(x: Tensor, seed: int | None, bits: int, eps: float, groups: int) -> Tensor:
+def stored_channels(
+    x: Tensor,
+    seed: int | None,
+    bits: int,
+    eps: float,
+    groups: int,
+    mean: Tensor | None = None,
+    rstd: Tensor | None = None,
+) -> Tensor:
     """Return the bytes of :func:`rmm_linear.ops.channel_norms.pack_channels`."""
     (_, *places), size = _layout(tuple(x.shape), groups, check_bits(bits))
     stored = new_stored(x, size, places)
     seed, base = write_seed(stored, seed), stored.data_ptr()
-    _write(x, seed, bits, eps, groups, *[base + place for place in places])
+    _write(x, seed, bits, eps, groups, mean, rstd, *[base + place for place in places])
     return stored
 
 
-def _write(x: Tensor, seed: int, bits: int, eps: float, groups: int, rstd: int, codes: int, scales: int) -> None:
+def _write(
+    x: Tensor,
+    seed: int,
+    bits: int,
+    eps: float,
+    groups: int,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    saved: int,
+    codes: int,
+    scales: int,
+) -> None:
     x = x.contiguous()
     run(
-        "rmm_pack_channels", x.data_ptr(), TYPES[x.dtype], *x.shape, groups, *_packed_shape(tuple(x.shape)), eps, bits,
-        seed, codes, scales, rstd, threads(x),
+        "rmm_pack_channels", x.data_ptr(), TYPES[x.dtype], *x.shape, groups, *_packed_shape(tuple(x.shape)), eps,
+        pointer(mean), pointer(rstd), bits, seed, codes, scales, saved, threads(x),
     )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ v, and those of two rows are uncorrelated, so that
 
 Of norms over channels (:mod:`rmm_linear.packing.channel_norms`) a set of M elements takes the place of a row of H. A
 group of elements is rotated that may belong to several sets, but all of it has the same v, so that the second moments
-are those above in the original elements too; the last term is left out, which is 0.2 / M of the one before it.
+are those above in the original elements too; the last term is left out, which is 0.2 / M of the one before it. Taking out
+the mean of a set takes from them that of the sum of its errors, (⟨h, g⟩² Σv + Σv · Σv g² + (Σv g)²) / M, as Σh is 0.
 
 dβ is exact. The formulas hold for the scales that were stored; they depend on the seed a little, so it is an argument.
 """
@@ -151,5 +152,7 @@ def channel_norm_variance(
     each = each - each.mean(1, keepdim=True)
     rstd = (each.square().mean(1, keepdim=True) + eps).rsqrt()
     h, hg, vg = each * rstd, (each * rstd * g).sum(1), (of_v * g.square()).sum(1)
-    terms = hg.square() * of_v.sum(1) + h.square().sum(1) * vg + 2 * hg * (of_v * h * g).sum(1) + of_v.sum(1) * vg
+    of_mean = hg.square() * of_v.sum(1) + of_v.sum(1) * vg
+    terms = of_mean + h.square().sum(1) * vg + 2 * hg * (of_v * h * g).sum(1)
+    terms -= (of_mean + (of_v * g).sum(1).square()) / g.shape[1]
     return (rstd.squeeze(1) / g.shape[1]).square() * terms, (v * y.square()).sum((0, 2))
