@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from rmm_kernels_channels import variants as channels
 from rmm_kernels_derivatives import variants as derivatives
 from rmm_kernels_fused import variants as fused
 from rmm_kernels_moved import moved
@@ -47,6 +48,7 @@ TYPES |= {"p_s_codes": "*u8", "p_s_scales": "*u8"}
 TYPES |= {"p_shifts": "*i64", "p_scales": "*u8", "p_codes": "*u8", "p_norms": "*fp32", "factor": "fp32"}
 TYPES |= {"p_total": "*fp32", "p_rstd": "*fp32", "p_sums": "*fp32", "eps": "fp32"}
 TYPES |= {"parameter": "fp32", "low": "fp32", "inverse": "fp32", "step": "fp32"}
+TYPES |= {"p_means": "*fp32", "p_slope": "*fp32", "p_shift": "*fp32", "share": "fp32"}
 TYPES |= {"p_place": "*i64", "p_mean": "*fp32", "p_rows": "*fp32", "p_saved": "*fp32"}
 
 
@@ -154,6 +156,7 @@ def cases() -> Any:
     yield "row_norms", norms._row_norms_kernel, "*bf16", {"B_N": 16, "B_D": 256}
     yield from derivatives()
     yield from fused()
+    yield from channels()
 
 
 def ones() -> Any:
@@ -202,6 +205,9 @@ def source_of(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTar
         is_heavy = "gate" in kernel.__name__ or constants["TAIL"]
         tile_rows = sys.modules["rmm_linear.kernels.launch"].tile_rows
         constants["B_K"] = tile_rows(dtype == "*fp32", is_heavy, _is_asynchronous(target))
+        if "FIRST" in constants:
+            halved = sys.modules["rmm_linear.kernels.channels"].tile_rows_for
+            constants["B_K"] = halved(constants["FIRST"], constants["TAIL"], constants["B_K"])
     if "normal_kernel" in kernel.__name__:
         shape = sys.modules["rmm_linear.kernels.normal"].normal_shape
         constants["B_K"] = shape(dtype == "*fp32", _is_asynchronous(target))[0]
@@ -221,7 +227,7 @@ def source_of(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTar
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
         lengths = (
-            ("n_columns", "n_elements", "row_bytes", "stride", "stride_b") if is_whole else ("n_elements", "stride")
+            ("n_columns", "n_channels", "n_length", "n_elements", "row_bytes", "stride", "stride_b") if is_whole else ("n_elements", "stride")
         )
         if name not in constants and (name.startswith("p_") or name in lengths):
             aligned.append(place)

@@ -58,9 +58,9 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
     for name, bits, dtype, is_applied in (
         ("gelu", 4, "*bf16", True), ("gelu_tanh", 2, "*fp32", False), ("quick_gelu", 4, "*fp16", False),
         ("mish", 2, "*bf16", False), ("hardswish", 8, "*fp32", True), ("elu", 1, "*bf16", True),
-        ("relu", 1, "*bf16", True), ("leaky_relu", 1, "*fp32", True),
+        ("relu", 1, "*bf16", True), ("leaky_relu", 1, "*fp32", True), ("hardtanh", 1, "*bf16", True),
     ):  # fmt: skip
-        is_exact = name in ("relu", "leaky_relu")
+        is_exact = name in ("relu", "leaky_relu", "hardtanh")
         absent = ({} if name == "elu" else {"p_index": None}) | ({"p_seed": None} if is_exact else {})
         shape = {"FUNCTION": name, "BITS": bits, "HAS_INDEX": name == "elu", "B_K": 64, **absent}
         yield f"pack_derivative {name} {bits} {dtype}", module._pack_derivative_kernel, dtype, shape

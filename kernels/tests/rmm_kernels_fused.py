@@ -203,8 +203,10 @@ def variants() -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
         ("silu", 4, "*bf16", False), ("quick_gelu", 4, "*fp16", False), ("mish", 2, "*bf16", False),
         ("hardswish", 8, "*fp32", False), ("sigmoid", 4, "*bf16", False), ("tanh", 4, "*bf16", False),
         ("elu", 1, "*bf16", False), ("relu", 1, "*bf16", True), ("leaky_relu", 1, "*fp32", False),
+        ("hardtanh", 1, "*bf16", False),
     ):  # fmt: skip
-        absent = ({} if is_indexed else {"p_place": None}) | ({"p_seed": None} if name.endswith("relu") else {})
+        absent = {} if is_indexed else {"p_place": None}
+        absent |= {"p_seed": None} if name.endswith(("relu", "hardtanh")) else {}
         shape = {"FUNCTION": name, "BITS": bits, "HAS_PLACE": is_indexed, "B_K": 64, **absent}
         yield f"activate {name} {bits} {dtype}", module["activate"]._activate_kernel, dtype, shape
     for bits, dtype in ((4, "*bf16"), (2, "*fp32"), (8, "*fp16")):

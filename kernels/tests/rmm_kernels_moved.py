@@ -97,6 +97,15 @@ def _norm_totals(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
     return [f"{1 + constants['CENTERED']} · 4/64", f"{1 + constants['CENTERED']} · 4/{COLUMNS}"]
 
 
+def _channel_sums(read: int, made: int, constants: dict[str, Any]) -> list[Any]:
+    return [read, *_packed(constants["BITS"]), _of_channels(constants)]
+
+
+def _of_channels(constants: dict[str, Any]) -> str:
+    """Four sums of a row and group, or of a column and two tiles."""
+    return "4 · 4/64" if constants["FIRST"] else "4 · 4/128"
+
+
 # Of the bytes of an element read and written, and of the constants.
 FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "sparse_sketch": _sparse_sketch,
@@ -115,6 +124,15 @@ FORMULAS: dict[str, Callable[[int, int, dict[str, Any]], list[Any]]] = {
     "norm_backward": _norm_backward,
     "pack_derivative": lambda read, made, c: [read, f"{c['BITS']}/8"],
     "apply_derivative": lambda read, made, c: [read, f"{c['BITS']}/8", made],
+    "channel_statistics": lambda read, made, c: [read, f"2 · 4/{16 * c['B_L']}"],
+    "channel_moments": lambda read, made, c: [f"2 · 4/{COLUMNS}"],
+    "pack_channels": lambda read, made, c: [read, *_packed(c["BITS"])],
+    "channel_sums": _channel_sums,
+    "channel_totals": lambda read, made, c: [_of_channels(c)],
+    "channel_backward": lambda read, made, c: [read, *_packed(c["BITS"]), made],
+    # Of an output, of 3 × 3 elements in steps of 2; and of an input.
+    "max_pool": lambda read, made, c: [f"4 · {read}", made, f"{c['BITS']}/8"],
+    "max_pool_backward": lambda read, made, c: [f"1/4 · {read}", f"1/4 · {c['BITS']}/8", made],
     "pack_mask": lambda read, made, c: [read, "1/8"],
     "apply_mask": lambda read, made, c: [read, "1/8", made],
     "dropout": lambda read, made, c: [read, made],

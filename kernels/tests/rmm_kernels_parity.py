@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import rmm_kernels_channels as channels
 import rmm_kernels_comparisons as compare
 import rmm_kernels_derivatives as derivatives
 import rmm_kernels_fused as fused
@@ -115,7 +116,7 @@ def comparisons() -> dict[str, Comparison]:
             add(compare.layer, kind, bits, "some")
     for arguments in derivatives.cases():
         add(derivatives.derivative, *arguments)
-    for function, *arguments in fused.cases():
+    for function, *arguments in (*fused.cases(), *channels.cases()):
         add(function, *arguments)
     return found
 
@@ -137,6 +138,11 @@ def real_sizes() -> dict[str, Comparison]:
         "norm, real size": lambda device: packed.pack_norm(device, 2, 4096, True, "some", torch.bfloat16, 4096),
         "norm gradients, real size": lambda device: packed.norm_gradients(
             device, 2, 4096, True, "some", torch.bfloat16, 4096
+        ),
+        "channels, real size": lambda d: channels.channel_norm(d, (64, 1, 256, 3136), 0, 3, torch.bfloat16),
+        "channels last, real size": lambda d: channels.channel_norm(d, (64, 784, 512, 1), 32, 3, torch.bfloat16),
+        "max pooling, real size": lambda d: channels.max_pool(
+            d, (64, 64, 112, 112), ((3, 3), (2, 2), (1, 1), (1, 1)), torch.bfloat16, True
         ),
         "offsets beyond 2**31": lambda device: compare.long_offsets(device, 2**19 + 5, 4104),
     }

@@ -22,6 +22,9 @@ LIMITS = {
     "pack_norm 3 *bf16": 36, "norm_sums 3 *bf16": 50, "norm_totals 3 *bf16": 0.5, "norm_backward 3 *bf16": 45,
     "pack_gated 2 4 *bf16": 85,
     "apply_gated 2 4 *bf16": 75, "pack_derivative gelu 4 *bf16": 60, "apply_derivative gelu 4 *bf16": 18,
+    "channel_statistics 3 *bf16 first": 20, "channel_statistics 3 *bf16": 25, "pack_channels 3 *bf16 first": 42,
+    "pack_channels 3 *bf16": 36, "channel_sums 3 *bf16 first": 44, "channel_sums 3 *bf16": 50,
+    "channel_backward 3 *bf16 first": 50, "channel_backward 3 *bf16": 38,
     "pack_mask *u8": 12, "apply_mask *bf16": 14,
 }  # fmt: skip
 PER_BYTE = 9.9  # 29.7e12 instructions of lanes per second, 3e12 bytes
@@ -63,6 +66,7 @@ def tile_sizes(kernel: str, constants: dict[str, Any]) -> list[int]:
     shapes = {
         "sparse_sketch": ("B_K", "B_D"), "dense_sketch": ("B_T", "B_D"), "row_norms": ("B_N", "B_D"),
         "row_statistics": ("B_K", "B_D"), "hash": ("B_N",), "random_keys": ("B_N",), "apply_mask": ("B_N", "B_C"),
+        "channel_statistics": ("B_C", "B_L"), "max_pool": ("B_E",), "max_pool_backward": ("B_E",),
     }  # fmt: skip
     if kernel in shapes:
         size = 1
@@ -71,6 +75,8 @@ def tile_sizes(kernel: str, constants: dict[str, Any]) -> list[int]:
         return [size]
     if kernel == "norm_totals":  # of the matrix, 64 of a row have one sum each
         return [number("B_R", 1) * number("B_C", 1) * 64 // (1 + number("CENTERED", 0))]
+    if kernel in ("channel_moments", "channel_totals"):  # of a set's sums, one for some thousand elements
+        return [number("B_E", 1) * (64 if number("FIRST") else 4096)]
     if kernel == "pack_mask":
         return [number("B_N", 1) * 8 * number("B_B", 1)]
     if kernel.endswith("_normal"):

@@ -13,6 +13,7 @@ if sys.platform != "linux":  # where the test extra has Triton, and a failing im
 
 from rmm_kernels_resources import LIMITS
 
+STATISTICS = ("row_statistics", "norm_sums", "channel_statistics", "channel_sums")  # write few numbers
 LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # shared memory of one block, bytes
 
 
@@ -41,6 +42,8 @@ def test_every_kernel_compiles_for_every_target(compiled, request):
     }
     names |= {"pack_derivative", "apply_derivative"}
     names |= {"pack_mask", "apply_mask", "dropout", "pack_gated", "apply_gated"}
+    names |= {"channel_statistics", "channel_moments", "pack_channels", "channel_sums", "channel_totals"}
+    names |= {"channel_backward", "max_pool", "max_pool_backward"}
     names |= {"activate", "square", "normalize", "gate"}
     assert found == {(name, target) for name in names for target in targets} - {("encode_normal", "gfx942")}
 
@@ -70,8 +73,8 @@ def test_the_default_path_reads_and_writes_sixteen_bytes_at_a_time(compiled):
         if row["target"] == "sm_90" and row["name"] in LIMITS:
             kernel = row["name"].split()[0]
             assert ("64 bit" if row["name"].startswith("unpack 3") else "128 bit") in row["loads"], row
-            if kernel not in ("row_statistics", "norm_sums", "norm_totals", "pack_mask"):
-                assert ("64 bit" if kernel in ("pack", "pack_norm") and "3" in row["name"] else "128 bit") in row[
+            if kernel not in (*STATISTICS, "norm_totals", "pack_mask"):
+                assert ("64 bit" if kernel in ("pack", "pack_norm", "pack_channels") and "3" in row["name"] else "128 bit") in row[
                     "stores"
                 ]
 

@@ -33,7 +33,7 @@ def _poisoned_outputs():
 
 # Of these, each of which takes a second in the interpreter, one of six; of others, one of two that show a new pair of
 # settings.
-SLOW = ("gated", "gated_halves", "gated_products", "normalized", "norm_gradients")
+SLOW = ("gated", "gated_halves", "gated_products", "normalized", "norm_gradients", "channel_norm")
 
 
 def titles():
@@ -61,7 +61,7 @@ def test_every_kernel_is_compared():
     )
     functions += " random_keys layer scaled_rows sampled packed_as_made masked_rows_unread strides pack_norm"
     functions += " norm_gradients norm_strides pack_and_apply_mask strided_masks gated_products gated_halves activated"
-    functions += " normalized normalized_in_one_loop gated seeded_dropout"
+    functions += " normalized normalized_in_one_loop gated seeded_dropout channel_norm max_pool"
     settings = "all some few none 8 4 2 float32 float16 bfloat16 transposed"
     assert words >= {*functions.split(), *settings.split()}
 

@@ -7,20 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from rmm_linear._support.layouts import LAST
-from rmm_linear.ops.dispatch import Call, Case, call, operator
-from rmm_linear.ops.masks import PACK_MASK
+from rmm_linear.ops import triton
+from rmm_linear.ops.dispatch import Call, Case, call, operation, operator
 from rmm_linear.ops.native import pooling as native
 from rmm_linear.packing import pooling as plain
 from rmm_linear.packing.pooling import Window
 
 _WINDOW = "SymInt[] size, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil_mode"
 _POOLS = F.max_pool1d, F.max_pool2d, F.max_pool3d
-_backward_2d = torch.ops.aten.max_pool2d_with_indices_backward.default
-_backward_3d = torch.ops.aten.max_pool3d_with_indices_backward.default
 
 
 def _window(*how: Any) -> Window:
@@ -44,8 +40,24 @@ def _backward_samples(case: Case) -> Iterator[Call]:
         yield call(y, stored, *window, not x.is_contiguous())
 
 
+def _pool_samples(case: Case) -> Iterator[Call]:
+    for (x, *window, ceil_mode), _ in _samples(case):
+        yield call(x, _window(*window), ceil_mode)
+
+
+def _spread_samples(case: Case) -> Iterator[Call]:
+    for (y, stored, *window, ceil_mode, is_last), _ in _backward_samples(case):
+        yield call(y, stored, _window(*window), ceil_mode, is_last)
+
+
 def _flops(x: Any, *_: Any) -> int:
     return 4 * math.prod(x)
+
+
+MAX_POOL = operation("MAX_POOL", plain.max_pool, None, triton.max_pool, _pool_samples, by_row=False)
+MAX_POOL_BACKWARD = operation(
+    "MAX_POOL_BACKWARD", plain.max_pool_backward, None, triton.max_pool_backward, _spread_samples, by_row=False
+)
 
 
 @operator(
@@ -57,9 +69,7 @@ def _flops(x: Any, *_: Any) -> int:
 )
 def max_pool(x, size, kernel, stride, padding, dilation, ceil_mode):
     """Pool an input (…, *size), and store which element of its window each output is: a row of bits for every bit."""
-    window = _window(size, kernel, stride, padding, dilation)
-    output, indices = _POOLS[len(size) - 1](x, *window[1:], ceil_mode=ceil_mode, return_indices=True)
-    return output, PACK_MASK(plain.planes_of(indices, window))
+    return MAX_POOL(x, _window(size, kernel, stride, padding, dilation), ceil_mode)
 
 
 @max_pool.register_fake
@@ -78,22 +88,9 @@ def _(x, size, kernel, stride, padding, dilation, ceil_mode):
 )
 def max_pool_backward(y, stored, size, kernel, stride, padding, dilation, ceil_mode, is_last):
     """Return dX, in ``channels_last`` if ``is_last``, from dY and what :func:`max_pool` has stored."""
-    window = _window(size, kernel, stride, padding, dilation)
-    indices = plain.unpack_positions(stored, y.shape, window)
-    like, how = _like(y, size, is_last), list(map(list, window[1:]))  # whose shape and memory format are read
-    if len(size) == 1:
-        how = [[first, *one] for first, one in zip((1, 1, 0, 1), how, strict=True)]
-        y, like, indices = (one.unsqueeze(-2) for one in (y, like, indices))
-    found = (_backward_3d if len(size) == 3 else _backward_2d)(y, like, *how, ceil_mode, indices)
-    return found.squeeze(-2) if len(size) == 1 else found
+    return MAX_POOL_BACKWARD(y, stored, _window(size, kernel, stride, padding, dilation), ceil_mode, is_last)
 
 
 @max_pool_backward.register_fake
 def _(y, stored, size, kernel, stride, padding, dilation, ceil_mode, is_last):
-    return _like(y, size, is_last)
-
-
-def _like(y: Tensor, size: Any, is_last: bool) -> Tensor:
-    shape = *y.shape[: y.dim() - len(size)], *size
-    like = LAST[len(shape)] if is_last else torch.contiguous_format
-    return torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=like)
+    return plain.empty_input(y, _window(size, kernel, stride, padding, dilation), is_last)

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from rmm_linear import packing, sketches
+from rmm_linear._support.layouts import is_channels_last
 from rmm_linear.backends.triton import KINDS, kernels
 from rmm_linear.ops import plain
 from rmm_linear.ops.plain import fp16_scale
 from rmm_linear.ops.repeat import Repeated
+from rmm_linear.packing import pooling
 from rmm_linear.packing.channel_norms import packed_shape
 from rmm_linear.packing.gated import Packed
 from rmm_linear.packing.norms import NormCopy, NormGradients
 from rmm_linear.packing.pointwise import Pointwise
+from rmm_linear.packing.pooling import Window
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask
 from rmm_linear.sketches.blocks import block_rows
 from rmm_linear.sketches.seeds import Fresh, place_of, written
@@ -164,6 +167,28 @@ def channel_gradients(
     """Compute what :func:`rmm_linear.packing.channel_norms.channel_gradients` does."""
     how = y.contiguous(), *saved, bits, seed, gamma, groups, packed_shape(y.shape)
     return NormGradients(*kernels().channel_gradients(*how, **options))
+
+
+def max_pool(x: Tensor, window: Window, ceil_mode: bool) -> tuple[Tensor, Tensor]:
+    """Return what :func:`rmm_linear.packing.pooling.max_pool` does."""
+    if len(window.size) > 2:
+        return pooling.max_pool(x, window, ceil_mode)
+    is_last, outputs, plane = is_channels_last(x), window.outputs(ceil_mode), window.plane
+    x = x if is_last else x.contiguous()
+    x = x if plane is window else x.unsqueeze(-2)
+    out, stored = kernels().max_pool(x, (1, *outputs)[-2:], plane[1:], window.bits, is_last)
+    return out if plane is window else out.squeeze(-2), stored
+
+
+def max_pool_backward(y: Tensor, stored: Tensor, window: Window, ceil_mode: bool, is_last: bool) -> Tensor:
+    """Return what :func:`rmm_linear.packing.pooling.max_pool_backward` does."""
+    if len(window.size) > 2:
+        return pooling.max_pool_backward(y, stored, window, ceil_mode, is_last)
+    plane = window.plane
+    y = y.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format)
+    y = y if plane is window else y.unsqueeze(-2)
+    found = kernels().max_pool_backward(y, stored, plane.size, plane[1:], is_last)
+    return found if plane is window else found.squeeze(-2)
 
 
 def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:

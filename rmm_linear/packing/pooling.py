@@ -14,9 +14,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from rmm_linear._support.layouts import LAST, is_channels_last
 from rmm_linear.packing.masks import pack_mask
 
+_backward_2d = torch.ops.aten.max_pool2d_with_indices_backward.default
+_backward_3d = torch.ops.aten.max_pool3d_with_indices_backward.default
 _MOST = 256  # elements of a window: positions are bytes before they are packed
 
 
@@ -36,6 +40,13 @@ class Window(NamedTuple):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+
+    @property
+    def plane(self) -> Window:
+        """The same of two dimensions: one is a plane of one row."""
+        if len(self.size) > 1:
+            return self
+        return Window(*((first, *one) for one, first in zip(self, (1, 1, 1, 0, 1), strict=True)))
 
     @property
     def bits(self) -> int:
@@ -86,39 +97,52 @@ def _summed(places: Sequence[Tensor], size: Sequence[int]) -> Tensor:
     return total
 
 
-def planes_of(indices: Tensor, window: Window) -> Tensor:
-    """Return the bits of the positions of indices (…, *outputs) as masks, uint8, shape (bits, n)."""
+def max_pool(x: Tensor, window: Window, ceil_mode: bool) -> tuple[Tensor, Tensor]:
+    """Pool an input (…, *size), and store the bits of each position, uint8 (bits, ⌈outputs / 8⌉), in memory's order.
+
+    Example:
+        >>> max_pool(torch.tensor([[1.0, 5.0, 7.0, 2.0]]), Window((4,), (2,), (2,), (0,), (1,)), False)
+        (tensor([[5., 7.]]), tensor([[1]], dtype=torch.uint8))
+    """
+    run = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(window.size) - 1]
+    output, indices = run(x, *window[1:], ceil_mode=ceil_mode, return_indices=True)
     offsets = window.offsets(indices.device)
     steps = [math.prod(window.size[axis + 1 :]) for axis in range(len(window.size))]
     last = sum((k - 1) * d * step for k, d, step in zip(window.kernel, window.dilation, steps, strict=True))
     table = torch.zeros(last + 1, dtype=torch.uint8, device=indices.device)
     table[offsets] = torch.arange(len(offsets), device=indices.device).to(torch.uint8)
     inside = indices - window.corners(indices.shape[-len(window.size) :], indices.device)
+    inside = inside.movedim(1, -1) if is_channels_last(x) else inside
     places = torch.arange(window.bits, dtype=torch.uint8, device=indices.device).unsqueeze(1)
-    return (table[inside].flatten() >> places) & 1
+    return output, pack_mask((table[inside].flatten() >> places) & 1)
 
 
-def pack_positions(indices: Tensor, window: Window) -> Tensor:
-    """Store the positions in their windows of int64 indices (…, *outputs): a row of bits for every bit, uint8.
-
-    Example:
-        >>> window = Window((4,), (2,), (2,), (0,), (1,))
-        >>> pack_positions(torch.tensor([1, 2]), window)
-        tensor([[1]], dtype=torch.uint8)
-    """
-    return pack_mask(planes_of(indices, window))
-
-
-def unpack_positions(stored: Tensor, shape: Sequence[int], window: Window) -> Tensor:
-    """Return the indices, int64, of a shape, that :func:`pack_positions` has stored.
+def max_pool_backward(y: Tensor, stored: Tensor, window: Window, ceil_mode: bool, is_last: bool) -> Tensor:
+    """Return dX, with channels last if the input was ``is_last``, from dY and the bits of :func:`max_pool`.
 
     Example:
-        >>> unpack_positions(torch.tensor([[1]], dtype=torch.uint8), (2,), Window((4,), (2,), (2,), (0,), (1,)))
-        tensor([1, 2])
+        >>> stored = torch.tensor([[1]], dtype=torch.uint8)
+        >>> max_pool_backward(torch.ones(1, 2), stored, Window((4,), (2,), (2,), (0,), (1,)), False, False)
+        tensor([[0., 1., 1., 0.]])
     """
     eight = torch.arange(8, dtype=torch.uint8, device=stored.device)
     positions = torch.zeros(8 * stored.shape[1], dtype=torch.uint8, device=stored.device)
     for place, plane in enumerate(stored):
         positions |= (((plane.unsqueeze(1) >> eight) & 1) << place).flatten()
-    found = window.offsets(stored.device)[positions[: math.prod(shape)].int()].view(shape)
-    return found + window.corners(shape[-len(window.size) :], stored.device)
+    inside = window.offsets(stored.device)[positions[: y.numel()].int()]
+    shape = (y.shape[0], *y.shape[2:], y.shape[1]) if is_last else y.shape
+    inside = inside.view(shape).movedim(-1, 1) if is_last else inside.view(shape)
+    indices = inside + window.corners(y.shape[-len(window.size) :], stored.device)
+    like, how = empty_input(y, window, is_last), list(map(list, window[1:]))  # whose shape and memory format are read
+    if len(window.size) == 1:
+        how = [[first, *one] for first, one in zip((1, 1, 0, 1), how, strict=True)]
+        y, like, indices = (one.unsqueeze(-2) for one in (y, like, indices))
+    found = (_backward_3d if len(window.size) == 3 else _backward_2d)(y, like, *how, ceil_mode, indices)
+    return found.squeeze(-2) if len(window.size) == 1 else found
+
+
+def empty_input(y: Tensor, window: Window, is_last: bool) -> Tensor:
+    """Return an uninitialized input for the gradient of an output."""
+    shape = *y.shape[: y.dim() - len(window.size)], *window.size
+    like = LAST[len(shape)] if is_last else torch.contiguous_format
+    return torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=like)

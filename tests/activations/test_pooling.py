@@ -7,10 +7,11 @@ import pytest
 import torch
 from helpers import bytes_kept
 from torch import nn
+from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations.pooling import PackedPool
-from rmm_linear.packing.pooling import Window, pack_positions, unpack_positions
+from rmm_linear.packing.pooling import Window, max_pool, max_pool_backward
 
 POOLS = {
     "1d": (nn.MaxPool1d(3), (2, 4, 17)),
@@ -106,12 +107,12 @@ def test_every_way_to_say_the_size_of_a_window(pool):
 @pytest.mark.parametrize("size", [(7,), (5, 9), (3, 4, 5)])
 def test_every_place_of_a_window_is_found_again(size):
     window = Window(size, (2, 3, 2)[: len(size)], (1,) * len(size), (1,) * len(size), (2, 1, 2)[: len(size)])
-    outputs = [3] * len(size)
-    for offset in window.offsets(torch.device("cpu")):
-        indices = (window.corners(outputs, torch.device("cpu")) + offset).expand(2, *outputs)
-        stored = pack_positions(indices, window)
-        assert stored.shape == (window.bits, math.ceil(indices.numel() / 8))
-        assert torch.equal(unpack_positions(stored, indices.shape, window), indices)
+    x = torch.randn(40, *size).requires_grad_()
+    output, stored = max_pool(x, window, False)
+    assert stored.shape == (window.bits, math.ceil(output.numel() / 8))
+    run = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(size) - 1]
+    (expected,) = torch.autograd.grad(run(x, *window[1:]), x, output.detach())
+    assert torch.equal(max_pool_backward(output.detach(), stored, window, False, False), expected)
 
 
 def test_what_stays_exact():

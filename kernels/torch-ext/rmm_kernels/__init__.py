@@ -10,6 +10,7 @@ from .masks import apply_mask, pack_mask
 from .normal import decode_normal, encode_normal
 from .norms import norm_gradients, normalize_and_pack, pack_norm
 from .packing import pack, unpack
+from .pooling import max_pool, max_pool_backward
 from .random_keys import random_keys
 from .row_norms import row_norms
 from .sparse_sketch import sparse_sketch
@@ -25,6 +26,8 @@ __all__ = [
     "dropout",
     "encode_normal",
     "gate_and_pack",
+    "max_pool",
+    "max_pool_backward",
     "norm_gradients",
     "normalize_and_pack",
     "pack",

@@ -15,31 +15,32 @@ from .launch import Seed, cdiv, given, is_ieee, launch, rows_for, small_type
 from .packing import empty_sketch, tiles
 
 _TILE = 2048  # elements of a tile of statistics
-_SPAN = 16 * _TILE  # and of a program
+_SPAN = 16  # tiles of a program
 
 
-@triton.jit(do_not_specialize=["n_length", "n_span"])
+@triton.jit(do_not_specialize=["n_tiles"])
 def _channel_statistics_kernel(
-    p_x, p_means, n_channels, n_length, n_span, stride, stride_b, B_C: tl.constexpr, B_L: tl.constexpr
+    p_x, p_means, n_channels, n_length, n_tiles, stride, stride_b, B_C: tl.constexpr, B_L: tl.constexpr
 ):
-    """Mean, and squares about it, of n_span elements of B_C channels of a sample.
+    """Mean, and squares about it, of a span of n_tiles · B_L elements of B_C channels of a sample.
 
     p_x: (N, C, L), contiguous but for the order of the last two, whose elements lie ``stride`` and ``stride_b`` apart.
     p_means: float32 (N, spans, 2, C).
     """
+    n_span = n_tiles * B_L
     n_blocks, n_spans = tl.cdiv(n_channels, B_C), tl.cdiv(n_length, n_span)
     i_s = tl.program_id(0) // n_blocks
     o_c = (tl.program_id(0) % n_blocks) * B_C + tl.arange(0, B_C)
     m_c = o_c < n_channels
-    begin = (i_s % n_spans) * n_span
+    begin = (i_s % n_spans) * n_tiles * B_L
     count = tl.minimum(n_length - begin, n_span)
     p_rows = p_x + (i_s // n_spans).to(tl.int64) * n_channels * n_length + o_c[:, None].to(tl.int64) * stride
     b_mean = tl.zeros((B_C,), dtype=tl.float32)
     b_squares = tl.zeros((B_C,), dtype=tl.float32)
     for i_l in range(0, count, B_L):
-        o_l = i_l + tl.arange(0, B_L)
-        m_x = m_c[:, None] & (o_l < count)[None, :]
-        b_x = tl.load(p_rows + (begin + o_l).to(tl.int64)[None, :] * stride_b, mask=m_x, other=0.0).to(tl.float32)
+        o_l = begin + i_l + tl.arange(0, B_L)
+        m_x = m_c[:, None] & (o_l < n_length)[None, :]
+        b_x = tl.load(p_rows + o_l.to(tl.int64)[None, :] * stride_b, mask=m_x, other=0.0).to(tl.float32)
         size = tl.minimum(count - i_l, B_L).to(tl.float32)
         share = size / (i_l + size)
         b_block = tl.sum(b_x, axis=1) / size
@@ -147,19 +148,18 @@ def _pack_channels_kernel(
         m_x = m_k[:, None] & (o_j < n_columns)[None, :] if TAIL else m_k[:, None]
         b_x = tl.load(p_x + o_k[:, None] * n_columns + o_j[None, :], mask=m_x, other=0.0).to(tl.float32)
         if FIRST:
-            b_h = tl.zeros((B_K, 64), dtype=tl.float32)
             for i_r in range(n_parts):
                 o_c, o_n = _channel_of(o_k, run + i_r, n_channels, n_columns // length)
                 o_set = o_n * n_sets + o_c // n_inner
                 b_apart = b_x - tl.load(p_mean + o_set, mask=m_k, other=0.0)[:, None]
                 b_scaled = b_apart * tl.load(p_rstd + o_set, mask=m_k, other=0.0)[:, None]
-                b_h = tl.where((b_part == i_r)[None, :], b_scaled, b_h)
-            b_h = tl.where(m_x, b_h, 0.0)
+                b_x = tl.where((b_part == i_r)[None, :], b_scaled, b_x)
         else:
-            b_h = tl.where(m_x, (b_x - b_mean[None, :]) * b_rstd[None, :], 0.0)
+            b_x = (b_x - b_mean[None, :]) * b_rstd[None, :]
+        b_x = tl.where(m_x, b_x, 0.0)
         b_row, b_column = tile_words(seed_again(p_seed, seed, n_fresh), first, i_g, B_K)
         store_packed(
-            b_h.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
+            b_x.to(HALF), b_rotation, b_row, b_column, o_k, m_k, i_g, n_columns, row_bytes, p_codes, p_scales,
             BITS, IEEE, TAIL,
         )  # fmt: skip
 
@@ -307,7 +307,6 @@ def _channel_backward_kernel(
         b_y = tl.load(p_y + p_tile, mask=m_y, other=0.0).to(tl.float32)
         b_kept = 1.0 + b_scale * b_scale * (share / 12.0)
         if FIRST:
-            b_out = tl.zeros((B_K, 64), dtype=tl.float32)
             for i_r in range(n_parts):
                 o_c, o_n = _channel_of(o_k, run + i_r, n_channels, n_columns // length)
                 o_set = o_n * n_sets + o_c // n_inner
@@ -318,10 +317,10 @@ def _channel_backward_kernel(
                 b_slope = b_rstd * tl.load(p_slope + o_set, mask=m_k, other=0.0)
                 b_shift = b_rstd * tl.load(p_shift + o_set, mask=m_k, other=0.0)
                 b_x = b_y * b_factor[:, None] - b_h * b_slope[:, None] - b_shift[:, None]
-                b_out = tl.where((b_part == i_r)[None, :], b_x, b_out)
+                b_h = tl.where((b_part == i_r)[None, :], b_x, b_h)
         else:
-            b_out = b_y * b_kept[:, None] * b_factor[None, :] - b_h * b_slope[None, :] - b_shift[None, :]
-        tl.store(p_out + p_tile, b_out.to(p_out.dtype.element_ty), mask=m_y)
+            b_h = b_y * b_kept[:, None] * b_factor[None, :] - b_h * b_slope[None, :] - b_shift[None, :]
+        tl.store(p_out + p_tile, b_h.to(p_out.dtype.element_ty), mask=m_y)
 
 
 def _sets(shape: torch.Size, groups: int) -> tuple[int, int, int, int]:
@@ -332,13 +331,20 @@ def _sets(shape: torch.Size, groups: int) -> tuple[int, int, int, int]:
     return inner, groups, sets, samples * places * channels * length // max(1, sets)
 
 
-def _tiles(shape: torch.Size, rows: int, count: int, groups: int, size: int) -> tuple[int, int, tuple[int]]:
-    """Rows of a span, tiles of a program, and the grid. count: groups of 64 columns."""
+def tile_rows_for(is_first: bool, is_tail: bool, of_channels: int) -> int:
+    """Rows of a tile: fewer than others have where runs and a short group need registers."""
+    return 16 if is_first and is_tail else of_channels
+
+
+def _tiles(x: torch.Tensor, rows: int, columns: int, groups: int) -> tuple[int, int, int, tuple[int]]:
+    """Rows of a tile, and of a span, tiles of a program, and the grid."""
+    is_tail, count, shape = columns % GROUP != 0, cdiv(columns, GROUP), x.shape
+    size = tile_rows_for(shape[3] > 1, is_tail, rows_for(x, x.dtype, is_tail))
     span = shape[1] if groups and shape[3] == 1 else rows
     spans = rows // span
     taken, _ = tiles(rows, count, size)
     taken = min(taken, cdiv(span, size))
-    return span, taken, (spans * cdiv(cdiv(span, size), taken) * count,)
+    return size, span, taken, (spans * cdiv(cdiv(span, size), taken) * count,)
 
 
 def _statistics(x: torch.Tensor, eps: float, groups: int, rstd: torch.Tensor) -> torch.Tensor:
@@ -348,13 +354,13 @@ def _statistics(x: torch.Tensor, eps: float, groups: int, rstd: torch.Tensor) ->
     many, is_last = places * length, length == 1
     block = min(64, triton.next_power_of_2(channels)) if is_last else max(1, _TILE // triton.next_power_of_2(many))
     block, line = block, _TILE // block
-    span = cdiv(_SPAN // block, line) * line
+    span = _SPAN * line
     spans = cdiv(many, span)
     means = torch.empty(samples * spans, 2, channels, dtype=torch.float32, device=x.device)
     mean = torch.empty(sets, dtype=torch.float32, device=x.device)
     launch(
         _channel_statistics_kernel, (samples * spans * cdiv(channels, block),),
-        x, means, channels, many, span, 1 if is_last else many, channels if is_last else 1, B_C=block, B_L=line,
+        x, means, channels, many, _SPAN, 1 if is_last else many, channels if is_last else 1, B_C=block, B_L=line,
     )  # fmt: skip
     launch(
         _channel_moments_kernel, (sets,),
@@ -399,8 +405,7 @@ def pack_channels(
     if x.numel():
         is_given = mean is not None and rstd is not None
         mean, rstd = (mean, rstd) if is_given else (_statistics(x, eps, groups, saved), saved)
-        size = rows_for(x, x.dtype, columns % GROUP != 0)
-        span, taken, grid = _tiles(x.shape, rows, scales.shape[1], groups, size)
+        size, span, taken, grid = _tiles(x, rows, columns, groups)
         launch(
             _pack_channels_kernel, grid,
             x, *seeds, mean, rstd, saved, codes, scales, rows, span, taken, columns, codes.shape[1], x.shape[2], inner,
@@ -450,8 +455,8 @@ def channel_gradients(
     make = torch.empty if y.numel() else torch.zeros
     weight, bias = (make(channels if sums else 0, dtype=torch.float32, device=y.device) for _ in range(2))
     if y.numel():
-        is_first, size, count = length > 1, rows_for(y, y.dtype, columns % GROUP != 0), scales.shape[1]
-        span, taken, grid = _tiles(y.shape, rows, count, groups, size)
+        is_first, count = length > 1, scales.shape[1]
+        size, span, taken, grid = _tiles(y, rows, columns, groups)
         parts = (count + columns // length, 4, rows) if is_first else (grid[0] // count, 4, columns)
         partial = torch.empty(parts, dtype=torch.float32, device=y.device)
         slope, shift = (torch.empty(sets, dtype=torch.float32, device=y.device) for _ in range(2))

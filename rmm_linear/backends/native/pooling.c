@@ -1,5 +1,5 @@
 /* Max pooling in two dimensions with the position of each maximum in its window in few bits: packing/pooling.py in
- * compiled form. Positions are in the order of a contiguous output, as bit planes. */
+ * compiled form. Positions are in the order of the output's memory, as bit planes. */
 
 /* Sizes of planes, outputs and window, and whether the channels of a place lie side by side in memory. */
 typedef struct {
@@ -100,16 +100,12 @@ static void pool_rows(const float *x, const pool *s, int64_t begin, int64_t end,
             for (int64_t i = 0; i < s->out_width; i++) found[at + i] = (uint8_t)places[i];
             continue;
         }
-        uint8_t *to = found + which * s->channels * outputs + y * s->out_width;
         int32_t *places = (int32_t *)work;
-        uint8_t *bytes = (uint8_t *)(places + s->channels); /* out_width, channels */
         for (int64_t i = 0; i < s->out_width; i++) {
             int64_t at = (which * outputs + y * s->out_width + i) * s->channels;
             pool_place(x + which * area * s->channels, s, y, i, out + at, places);
-            for (int64_t c = 0; c < s->channels; c++) bytes[i * s->channels + c] = (uint8_t)places[c];
+            for (int64_t c = 0; c < s->channels; c++) found[at + c] = (uint8_t)places[c];
         }
-        for (int64_t c = 0; c < s->channels; c++)
-            for (int64_t i = 0; i < s->out_width; i++) to[c * outputs + i] = bytes[i * s->channels + c];
     }
 }
 
@@ -126,9 +122,9 @@ static void spread_planes(
         for (int64_t y = 0; y < s->out_height; y++)
             for (int64_t x = 0; x < s->out_width; x++) {
                 int64_t corner = (y * s->stride[0] - s->padding[0]) * s->width + x * s->stride[1] - s->padding[1];
-                int64_t at = y * s->out_width + x;
-                for (int64_t c = 0; c < together; c++)
-                    to[(corner + offsets[places[c * outputs + at]]) * together + c] += from[at * together + c];
+                int64_t at = (y * s->out_width + x) * together;
+                for (int64_t c = at; c < at + together; c++)
+                    to[(corner + offsets[places[c]]) * together + c - at] += from[c];
             }
     }
 }
@@ -139,7 +135,7 @@ int V(rmm_max_pool)(const float *x, const int64_t *sizes, int bits, float *out, 
     pool s;
     memcpy(&s, sizes, sizeof(pool));
     int64_t outputs = s.out_height * s.out_width, count = s.samples * s.channels * outputs, bytes = (count + 7) / 8;
-    int64_t each = s.is_last ? s.channels * (s.out_width / 4 + 3) : s.out_width + 1;
+    int64_t each = s.is_last ? s.channels : s.out_width;
     uint8_t *found = calloc(8 * bytes + 8 + threads * each * sizeof(float), 1);
     if (!found) return 2;
 #pragma omp parallel num_threads(threads)

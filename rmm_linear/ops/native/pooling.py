@@ -17,12 +17,9 @@ from rmm_linear.packing.pooling import Window
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(planes: tuple[int, int], window: Window, outputs: tuple[int, ...], is_last: bool) -> Any:
-    """Return the arguments of a pool in memory: one dimension is a plane of one row."""
-    plane = (window.size, outputs, *window[1:])
-    size, out, kernel, stride, padding, dilation = (
-        one if len(one) == 2 else (first, *one) for one, first in zip(plane, (1, 1, 1, 1, 0, 1), strict=True)
-    )
-    numbers = *planes, *size, *out, *kernel, *stride, *padding, *dilation, is_last
+    """Return the arguments of a pool in memory."""
+    size, *how = window.plane
+    numbers = *planes, *size, *(1, *outputs)[-2:], *(one for pair in how for one in pair), is_last
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
