@@ -227,7 +227,9 @@ def source_of(kernel: Any, dtype: str, constants: dict[str, Any], target: GPUTar
         else:
             signature[name] = TYPES.get(name, dtype if name.startswith("p_") else "i32")
         lengths = (
-            ("n_columns", "n_channels", "n_length", "n_elements", "row_bytes", "stride", "stride_b") if is_whole else ("n_elements", "stride")
+            ("n_columns", "n_channels", "n_length", "n_elements", "row_bytes", "stride", "stride_b")
+            if is_whole
+            else ("n_elements", "stride")
         )
         if name not in constants and (name.startswith("p_") or name in lengths):
             aligned.append(place)

@@ -74,9 +74,9 @@ def test_the_default_path_reads_and_writes_sixteen_bytes_at_a_time(compiled):
             kernel = row["name"].split()[0]
             assert ("64 bit" if row["name"].startswith("unpack 3") else "128 bit") in row["loads"], row
             if kernel not in (*STATISTICS, "norm_totals", "pack_mask"):
-                assert ("64 bit" if kernel in ("pack", "pack_norm", "pack_channels") and "3" in row["name"] else "128 bit") in row[
-                    "stores"
-                ]
+                assert (
+                    "64 bit" if kernel in ("pack", "pack_norm", "pack_channels") and "3" in row["name"] else "128 bit"
+                ) in row["stores"]
 
 
 def test_the_sparse_sketch_loads_sixteen_bytes_at_a_time(compiled):

@@ -89,8 +89,11 @@ LAUNCHES = {
     ),
     "max_pool *bf16": lambda make: make.max_pool(WHOLE, (ROWS, COLUMNS), ((3, 3), (2, 2), (1, 1), (1, 1)), 4, False),
     "max_pool_backward *bf16": lambda make: make.max_pool_backward(
-        matrix(HALF)[::2, : COLUMNS // 2].contiguous(), torch.zeros(4, ROWS * COLUMNS // 32, dtype=torch.uint8),
-        (ROWS, COLUMNS), ((3, 3), (2, 2), (1, 1), (1, 1)), False
+        matrix(HALF)[::2, : COLUMNS // 2].contiguous(),
+        torch.zeros(4, ROWS * COLUMNS // 32, dtype=torch.uint8),
+        (ROWS, COLUMNS),
+        ((3, 3), (2, 2), (1, 1), (1, 1)),
+        False,
     ),  # fmt: skip
     "pack_derivative mish 2 *bf16": lambda make: make.pack_derivative(
         matrix(HALF), _packed(2)[0], "mish", (), (0.0, 1.0), 2, SEED

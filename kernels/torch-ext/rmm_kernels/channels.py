@@ -408,7 +408,7 @@ def pack_channels(
         size, span, taken, grid = _tiles(x, rows, columns, groups)
         launch(
             _pack_channels_kernel, grid,
-            x, *seeds, mean, rstd, saved, codes, scales, rows, span, taken, columns, codes.shape[1], x.shape[2], inner,
+            x, *seeds, mean, rstd, saved if is_given else None, codes, scales, rows, span, taken, columns, codes.shape[1], x.shape[2], inner,
             of_sample, sets, x.shape[3], FIRST=x.shape[3] > 1, COPY=is_given, BITS=bits, HALF=small_type(x.dtype),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
@@ -464,7 +464,9 @@ def channel_gradients(
             "BITS": bits, "HALF": small_type(y.dtype), "IEEE": is_ieee(), "TAIL": columns % GROUP != 0, "B_K": size,
         }  # fmt: skip
         shape, share = (rows, span, taken, columns, codes.shape[1]), 1.0 / elements
-        launch(_channel_sums_kernel, grid, y, seed, codes, scales, partial, *shape, share, length, FIRST=is_first, **how)
+        launch(
+            _channel_sums_kernel, grid, y, seed, codes, scales, partial, *shape, share, length, FIRST=is_first, **how
+        )
         outer, slots = samples if is_first else parts[0], length // GROUP + 2 if is_first else 1
         # Of sets, and where those are not channels of all samples, once more of these.
         for is_of_sets, is_of_channels in [(True, sums)] if not groups else [(True, False), (False, True)][: 1 + sums]:
