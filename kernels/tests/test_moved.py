@@ -94,7 +94,7 @@ LAUNCHES = {
         (ROWS, COLUMNS),
         ((3, 3), (2, 2), (1, 1), (1, 1)),
         False,
-    ),  # fmt: skip
+    ),
     "pack_derivative mish 2 *bf16": lambda make: make.pack_derivative(
         matrix(HALF), _packed(2)[0], "mish", (), (0.0, 1.0), 2, SEED
     ),

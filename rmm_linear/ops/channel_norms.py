@@ -134,7 +134,8 @@ def channel_backward(
     """Compute dX, and dγ and dβ if ``sums``, from the bytes of :func:`pack_channels`.
 
     y: Gradient with respect to the output, floating point, contiguous, shape (N, S, C, B). gamma: γ, shape (C,); None
-    is 1. Returns dX, contiguous, of ``dtype``, which adds up to 0 in every set; dγ and dβ, float32 (float64 if ``y`` is), shape (C,), or (0,).
+    is 1. Returns dX, contiguous, of ``dtype``, which adds up to 0 in every set; dγ and dβ, float32 (float64 if ``y``
+    is), shape (C,), or (0,).
     """
     seeds, rstd, codes, scales = views(stored, channel_parts(y.shape, groups, bits))
     return tuple(

@@ -37,7 +37,7 @@ from rmm_linear.packing.pack import pack, packed_parts, unpack
 from rmm_linear.packing.rounding import GROUP, scales_of
 from rmm_linear.packing.stored import SEED, Part
 
-_LONG = 4096  # columns, in which a last group that is short does not matter, and which caches hold
+_LONG = 2048  # columns, in which a last group that is short does not matter, and of which few are drawn
 
 
 def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -47,7 +47,7 @@ def packed_shape(shape: Sequence[int]) -> tuple[int, int]:
 
     Example:
         >>> packed_shape((8, 1, 256, 49)), packed_shape((8, 49, 256, 1))
-        ((16, 6272), (392, 256))
+        ((32, 3136), (392, 256))
     """
     samples, places, channels, length = shape
     count = 1 if length > 1 else channels

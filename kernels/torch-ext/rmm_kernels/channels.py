@@ -1,7 +1,7 @@
 """pack_channels and channel_gradients: BatchNorm, GroupNorm and InstanceNorm with a packed copy of what they normalize.
 
-An input (N, S, C, B), of which S or B is 1, has C channels of N samples. Those that are normalized together are a set: a
-channel of all samples, or ``inner`` channels of one. It is packed as a matrix, whose columns are channels, or runs of
+An input (N, S, C, B), of which S or B is 1, has C channels of N samples. Those that are normalized together are a set:
+a channel of all samples, or ``inner`` channels of one. It is packed as a matrix, whose columns are channels, or runs of
 ``length`` elements of one channel each: FIRST. A tile has rows of one sample where sets do and columns are channels.
 """
 
@@ -130,11 +130,10 @@ def _pack_channels_kernel(
     i_g, _, i_n, begin, end = _place(n_rows, n_span, n_tiles, n_columns, B_K)
     o_j = i_g * 64 + tl.arange(0, 64)
     b_rotation = rotation(known_seed(p_seed, seed, n_fresh), HALF)
-    if COPY:
-        if tl.program_id(0) == 0:
-            for i_s in range(0, n_all, 1024):
-                o_s = i_s + tl.arange(0, 1024)
-                tl.store(p_saved + o_s, tl.load(p_rstd + o_s, mask=o_s < n_all, other=0.0), mask=o_s < n_all)
+    if COPY and tl.program_id(0) == 0:
+        for i_s in range(0, n_all, 1024):
+            o_s = i_s + tl.arange(0, 1024)
+            tl.store(p_saved + o_s, tl.load(p_rstd + o_s, mask=o_s < n_all, other=0.0), mask=o_s < n_all)
     if FIRST:
         run, n_parts, b_part = _runs(i_g, n_columns, length)
     else:
@@ -408,8 +407,9 @@ def pack_channels(
         size, span, taken, grid = _tiles(x, rows, columns, groups)
         launch(
             _pack_channels_kernel, grid,
-            x, *seeds, mean, rstd, saved if is_given else None, codes, scales, rows, span, taken, columns, codes.shape[1], x.shape[2], inner,
-            of_sample, sets, x.shape[3], FIRST=x.shape[3] > 1, COPY=is_given, BITS=bits, HALF=small_type(x.dtype),
+            x, *seeds, mean, rstd, saved if is_given else None, codes, scales, rows, span, taken, columns,
+            codes.shape[1], x.shape[2], inner, of_sample, sets, x.shape[3],
+            FIRST=x.shape[3] > 1, COPY=is_given, BITS=bits, HALF=small_type(x.dtype),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
     return codes, scales, saved

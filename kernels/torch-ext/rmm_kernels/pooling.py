@@ -115,8 +115,8 @@ def max_pool(
         is_last: Whether ``x`` has channels last.
 
     Returns:
-        The greatest of each window, as ``x`` lies in memory; and uint8 (bits, ⌈outputs / 8⌉), the bits of the positions,
-        in the order of memory.
+        The greatest of each window, as ``x`` lies in memory; and uint8 (bits, ⌈outputs / 8⌉), the bits of the
+        positions, in the order of memory.
     """
     last = torch.channels_last if is_last else torch.contiguous_format
     out = torch.empty((*x.shape[:-2], *outputs), dtype=x.dtype, device=x.device, memory_format=last)

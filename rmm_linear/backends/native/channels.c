@@ -17,6 +17,7 @@ INLINE double set_size(shape s) {
 
 /* The number of the first channel of a row of the matrix among those that numbers are kept for. */
 INLINE int64_t first_channel(shape s, int64_t row) {
+    if (s.length == 1) return s.groups ? row / s.places * s.channels : 0;
     int64_t run = row * (s.columns / s.length), sample = run / (s.places * s.channels);
     return (s.groups ? sample * s.channels : 0) + run % s.channels;
 }
@@ -174,7 +175,10 @@ typedef struct {
 INLINE void kept_of(shape s, const uint8_t *scales, float part, float *kept) {
     for (int64_t i = 0; i < s.columns; i += GROUP) {
         float scale = scale_of(scales[i / GROUP]), one = 1 + scale * scale * part;
-        for (int64_t k = i; k < i + GROUP && k < s.columns; k++) kept[k] = one;
+        lanes all = (lanes){0} + one;
+        for (int64_t k = i; k < i + GROUP && k < s.columns; k += LANES)
+            if (k + LANES <= s.columns) STORE(kept + k, all);
+            else store_some(kept + k, (int)(s.columns - k), all);
     }
 }
 
