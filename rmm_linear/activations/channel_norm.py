@@ -256,7 +256,7 @@ def _batch_norm(
     """Return what F.batch_norm does, by the function that it calls, and mean and 1/σ of every channel."""
     F._verify_batch_size(list(input.size()))  # pyright: ignore[reportAttributeAccessIssue]
     how = weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
-    output, mean, rstd, *_ = torch._batch_norm_impl_index(input, *how)
+    output, mean, rstd, *_ = torch._batch_norm_impl_index(input, *how)  # pyright: ignore[reportPrivateImportUsage]
     return (output, mean, rstd) if mean.dtype == torch.float32 else output
 
 

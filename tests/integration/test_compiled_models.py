@@ -26,7 +26,7 @@ OPERATORS = {
     "llama": {"pack_norm": 3, "keep_gated": 1, "pack_attention": 1, "fresh_sketch": 4},
     "vit": {"pack_norm": 3, "pack_derivative": 1, "pack_attention": 1, "fresh_sketch": 4},
     "t5": {"pack_norm": 7, "pack_derivative": 2, "pack_attention": 3, "fresh_sketch": 11},
-    "resnet": {"encode_matrix": 4, "pack_channels": 6, "pack_derivative": 5, "pack_positions": 1},
+    "resnet": {"encode_matrix": 4, "pack_channels": 6, "pack_derivative": 5, "max_pool": 1},
 }
 # A view of the pooled tokens keeps the last hidden state in graphs: N · H float32, which eager code does not keep.
 POOLED = 4 * 20 * 64 * 4
