@@ -17,8 +17,9 @@ v, and those of two rows are uncorrelated, so that
 
 Of norms over channels (:mod:`rmm_linear.packing.channel_norms`) a set of M elements takes the place of a row of H. A
 group of elements is rotated that may belong to several sets, but all of it has the same v, so that the second moments
-those above in the original elements too; the last term is left out, which is 0.2 / M of the one before it. The mean
-of a set is taken out, and with it the variance of the sum of errors, (⟨h, g⟩² Σv + Σv · Σv g² + (Σv g)²) / M: Σh is 0.
+are those above in the original elements too; the last term is left out, which is 0.2 / M of the one before it.
+Taking out the mean of a set takes out the variance of the sum of errors, (⟨h, g⟩² Σv + Σv · Σv g² + (Σv g)²) / M, for
+Σh is 0.
 
 dβ is exact. The formulas hold for the scales that were stored; they depend on the seed a little, so it is an argument.
 """
