@@ -91,14 +91,14 @@ _current: ContextVar[Progress | None] = ContextVar("rmm_linear_progress", defaul
 
 
 @contextmanager
-def reporting(name: str, progress: bool | None = None) -> Iterator[None]:
+def reporting(name: str, progress: bool | None = None, rank: int = 0) -> Iterator[None]:
     """Let the stages inside of the block be said: None on a terminal, or where the library's logger is at INFO.
 
-    Nothing is said in other processes than the first. Blocks inside of a block add to its lines.
+    Nothing is said in other processes than that of a rank. Blocks inside of a block add to its lines.
     """
     check_progress(progress)
     outer, out = _current.get(), sys.stderr
-    is_shown = progress is not False and out is not None and _is_first()
+    is_shown = progress is not False and out is not None and _rank() == rank
     if is_shown and (outer is not None or not (progress or _is_terminal(out) or logger.isEnabledFor(logging.INFO))):
         yield
         return
@@ -171,11 +171,11 @@ def show_seconds(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _is_first() -> bool:
-    """Say whether this is the first process; launchers set RANK before processes are connected."""
+def _rank() -> int:
+    """Return the number of this process; launchers set RANK before processes are connected."""
     distributed = torch.distributed
     is_connected = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_rank() == 0 if is_connected else os.environ.get("RANK", "0") == "0"
+    return distributed.get_rank() if is_connected else int(os.environ.get("RANK", "0"))
 
 
 def _is_terminal(out: Any) -> bool:

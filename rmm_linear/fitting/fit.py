@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rmm_linear._support.distributed import is_dtensor
+from rmm_linear._support.distributed import is_dtensor, tensor_parallel
 from rmm_linear._support.progress import reporting
 from rmm_linear._support.quiet import quiet
 from rmm_linear._support.validation import did_you_mean
@@ -17,11 +17,14 @@ from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.fitting.duration import expect_fit
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
+from rmm_linear.fitting.ranks import Member, ranks_of
 from rmm_linear.fitting.report import FitReport
-from rmm_linear.fitting.shards import Shards, fully_sharded
+from rmm_linear.fitting.resident import resident
+from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory.inputs import check_example
 from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
+from rmm_linear.planning.step.sharded import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +62,16 @@ def fit(
     measured on the example, its time on a block of each kind, its variance on the example's own gradient. A solver
     proposes, simulated steps judge, and the model is changed once a plan fits. ``rmm_linear.revert(model)`` undoes it.
 
+    A model in ``DistributedDataParallel``, or divided by ``fully_shard``, is fitted by all of its processes together:
+    each calls this with its own batch. The one whose step takes the most memory plans, all apply its plan and check it
+    by a real step, and an error of one reaches all. Sharded models are planned without times and noise.
+
     Source: one option per block with a row per block's peak, as in Chen et al. 2016 (arXiv 1604.06174) and
     later work; compressed activations as in Bershatsky et al. 2022 (arXiv 2201.13195).
 
     Args:
-        model: The model, neither converted nor planned. On the meta device it is planned without values.
+        model: The model, neither converted nor planned. On the meta device it is planned without values. One that is
+            wrapped or divided needs the call in every process.
         example: A training batch, as for :func:`rmm_linear.planning.simulate`. Larger batches need more memory.
         memory: Budget for parameters, buffers, gradients, the optimizer and what a step makes: bytes, a text such as
             "8GB", or a share of the exact model's peak in (0, 1]; "least" for the least memory that is found. It may be
@@ -96,7 +104,9 @@ def fit(
 
     Raises:
         ValueError: If nothing fits: with the least, the block that binds, and what would help; if an argument is out
-            of range; or if the model is converted or planned already. The model is then as it was.
+            of range; or if the model is converted or planned already, or divided otherwise than by ``fully_shard``.
+            The model is then as it was, in all processes.
+        RuntimeError: What another process raised, with its rank, if that was neither a ValueError nor a TypeError.
         TypeError: If neither ``memory`` nor ``time`` is given.
 
     Example:
@@ -107,38 +117,58 @@ def fit(
         >>> report.fits, report.peak <= 0.7 * report.exact_peak
         (True, True)
     """
-    check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example)
-    with reporting("fit", progress), uncheckpointed(model, checkpointing) as off, quiet():
+
+    def check() -> None:
+        check_arguments(
+            model, memory, allow, time, objective, max_noise, checkpointing, example, may_be_sharded=shards is None
+        )
+
+    def planned(on_ranks: Any = None) -> FitReport:
         work = Fitting(
             model, example, None if memory == LEAST else memory,
             optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
-            bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing,
+            bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing, on_ranks=on_ranks,
         )  # fmt: skip
-        is_first = work.total is not None and time is None and KEEP in allow
-        report = work.kept() if is_first and work.is_within(work.exact_peak) else None
-        if report is None:
-            work.check_floor()
-            expect_fit(work.candidates)
-            work.add_options(max_noise)
-            if time is not None:
-                report = work.within_time(time)
-            else:
-                report = work.least() if work.total is None else work.solved()
+        return _chosen(work, memory, allow, time, max_noise)
+
+    ranks = ranks_of(model)
+    if ranks is None:
+        check()
+    else:
+        ranks.together(check)
+    with uncheckpointed(model, checkpointing) as off:
+        member = None if ranks is None else Member(ranks, resident(model, optimizer, accumulate=accumulate), example)
+        with reporting("fit", progress, 0 if member is None else member.planner), quiet():
+            report = planned() if member is None else member.fit(planned)
         if off.is_attached:
             report.notes.append(REPLACED)
             report.plan.undo_later(off.released())
-    logger.info(report.summary())
+    if ranks is None or ranks.rank == 0:
+        logger.info(report.summary())
     return report
 
 
 def check_whole(model: nn.Module, name: str) -> None:
     """Raise if a model is divided among ranks; ``name`` is that of the function that takes none."""
-    if fully_sharded(model) is not None or any(is_dtensor(one) or hasattr(one, "ds_id") for one in model.parameters()):
+    if is_sharded(model) or any(is_dtensor(one) or hasattr(one, "ds_id") for one in model.parameters()):
         raise ValueError(
             f"{name} takes a model that is not sharded yet, got one with fully_shard, tensor parallelism or "
             "DeepSpeed's ZeRO-3. Fit it before, with shards=rmm_linear.Shards(ranks) to count what one rank holds; the "
             "plan stays when it is sharded."
         )
+
+
+def _chosen(work: Fitting, memory: Any, allow: Collection[str], time: float | None, max_noise: float) -> FitReport:
+    """Keep the exact model if it fits, or measure the options and solve."""
+    is_first = work.total is not None and time is None and KEEP in allow
+    if is_first and work.is_within(work.exact_peak) and (report := work.kept()) is not None:
+        return report
+    work.check_floor()
+    expect_fit(work.candidates)
+    work.add_options(max_noise)
+    if time is not None:
+        return work.within_time(time)
+    return work.least() if work.total is None else work.solved()
 
 
 def check_arguments(
@@ -150,11 +180,13 @@ def check_arguments(
     max_noise: float = 1.0,
     checkpointing: str = REPLACE,
     example: Any = None,
+    *,
+    may_be_sharded: bool = False,
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
     check_model(model)
     if example is not None:
-        check_example(model, example)
+        check_example(model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model, example)
     check_checkpointing(checkpointing)
     if memory is None and time is None:
         raise TypeError('fit needs memory="8GB", or time=1.2 for the least memory in that time, and got neither.')
@@ -163,7 +195,8 @@ def check_arguments(
             "fit takes a model that is as it was made, got one that is converted or has a plan. Call "
             "rmm_linear.revert(model) first."
         )
-    check_whole(model, "fit")
+    if not (may_be_sharded and is_sharded(model) and tensor_parallel(model) is None):
+        check_whole(model, "fit")
     names = (allow,) if isinstance(allow, str) else allow
     if not isinstance(names, Collection) or not names:
         raise ValueError(f"allow must be some of {', '.join(ALLOW)}, got {allow!r}. Leave it out to allow all.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +14,18 @@ from rmm_linear._support.sizes import read_bytes, show_bytes
 from rmm_linear.context.checkpointing import REPLACE, is_checkpointed
 from rmm_linear.fitting.link import BANDWIDTH, measured_bandwidth, memory_of_host, read_bandwidth
 from rmm_linear.fitting.options import ALLOW, Candidates
-from rmm_linear.fitting.report import FitReport
+from rmm_linear.fitting.report import FitReport, RankPeak
+from rmm_linear.fitting.resident import resident
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.fitting.shards import Shards, size_bytes
-from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory.inputs import LossOfBatch
-from rmm_linear.memory.peak import peak
 from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 from rmm_linear.planning.budget import BudgetError, read_budget, shown_budget, shown_least
-from rmm_linear.planning.step.step import as_in_training, copied, has_memory, run_step
-from rmm_linear.planning.step.watch import Held, watch
+from rmm_linear.planning.step.sharded import runs_alone
+from rmm_linear.planning.step.step import has_memory
 
 _TRIES = 4
 _CHECKPOINTED = (
@@ -60,18 +59,20 @@ class Fitting:
         shards: Shards | None = None,
         accumulate: bool = False,
         checkpointing: str = REPLACE,
+        on_ranks: Callable[[BlockPlan], tuple[RankPeak, ...]] | None = None,
     ) -> None:
-        """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`."""
+        """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`.
+
+        ``on_ranks`` takes a real step with an applied plan in all processes that train the model together.
+        """
         allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
-        self.accumulate, self.is_real = accumulate, shards is None and has_memory(model)
+        self.on_ranks, self.is_real = on_ranks, shards is None and has_memory(model)
         self.is_checkpointed = is_checkpointed(model)  # as it was asked for, or it is off by now
         self.over: list[int] = []  # measured peaks of plans that were simulated to fit
-        self.static = static_memory(model, optimizer, shards)
-        if isinstance(model, nn.parallel.DistributedDataParallel):  # simulated steps must not reduce gradients
-            model = self.model = model.module
-        self.before = self.static.before_step + (self.static.gradients if accumulate else 0)
-        held = _held(shards, accumulate=accumulate)
+        self.resident = resident(model, optimizer, shards, accumulate=accumulate)
+        self.static, self.before, held = self.resident.static, self.resident.bytes, self.resident.held
+        model = self.model = self.resident.model
         self.costs = measure(model, example, held=held)
         self.exact_peak = max(self.before + self.costs.peak.bytes, self.static.in_optimizer_step)
         self.total = None if memory is None else read_budget(memory, self.exact_peak)
@@ -79,12 +80,12 @@ class Fitting:
         names = [block.name for block in self.costs.blocks]
         conversions = Conversions(model, names)
         budget = 0 if self.total is None else self.total - self.before
-        is_meta, device = not has_memory(model), next((p.device for p in model.parameters() if p.is_cuda), None)
+        is_counted, device = not runs_alone(model), next((p.device for p in model.parameters() if p.is_cuda), None)
         self.host_memory = memory_of_host() if device and OFFLOAD in allow else None
         self.host_memory = self.host_memory if host_memory is None else read_bytes("host_memory", host_memory)
         self.check_host()
         if bandwidth is None and OFFLOAD in allow:
-            speed = measured_bandwidth(device) if device else BANDWIDTH if is_meta else None
+            speed = measured_bandwidth(device) if device else BANDWIDTH if is_counted else None
         else:
             speed = None if bandwidth is None else read_bandwidth(bandwidth)
         self.proposals = Proposals(
@@ -238,9 +239,14 @@ class Fitting:
         plan = replace(plan, memory=0 if self.total is None else self.total - before)
         stage("checking by a real step" if self.is_real else "applying the plan")
         plan.apply(self.model)
+        found, ranks = None, ()
         try:
-            after = plan.peak or watch(self.model, self.example, held=self.proposals.held)[0]
-            found = _measured(self.model, self.example, accumulate=self.accumulate) if self.is_real else None
+            after = plan.peak or self.resident.simulated(self.example)
+            if self.on_ranks is not None:
+                ranks = self.on_ranks(plan)
+                found = max(one.bytes for one in ranks)
+            elif self.is_real:
+                found = before + self.resident.measured(self.example)
         except BaseException:
             plan.revert()
             raise
@@ -251,7 +257,7 @@ class Fitting:
             self.exact_peak,
             before + _predicted(plan),
             before + after.bytes,
-            None if found is None else before + found,
+            found,
             1 + plan.seconds / seconds if seconds else None,
             None if self.candidates.is_noise_unknown else sum(block.noise for block in plan.blocks),
             self.candidates.notes,
@@ -259,6 +265,7 @@ class Fitting:
             after,
             self.binds(plan),
             self.host_memory,
+            ranks,
         )
 
     def binds(self, plan: BlockPlan) -> str:
@@ -294,27 +301,6 @@ class Fitting:
 
 def _seconds(options: list[list[Option]], chosen: list[int]) -> float:
     return sum(block[index].seconds for block, index in zip(options, chosen, strict=True))
-
-
-def _measured(model: nn.Module, example: Any, *, accumulate: bool) -> int:
-    """Return the bytes that a real step makes."""
-    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), torch.device("cpu"))
-    with as_in_training(model):
-        batch = copied(example)
-        for parameter in model.parameters():
-            if accumulate and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
-        there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        with peak(device) as highest:
-            run_step(model, batch)
-    return highest.bytes - there
-
-
-def _held(shards: Shards | None, *, accumulate: bool) -> Held | None:
-    """Return the bytes of a parameter's gradient that a step adds."""
-    if accumulate or (shards is not None and shards.cpu_offload):
-        return lambda parameter: 0
-    return None if shards is None else lambda p: size_bytes(shards.shape(p.shape), p.dtype)
 
 
 def _predicted(plan: BlockPlan) -> int:

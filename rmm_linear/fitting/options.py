@@ -32,6 +32,7 @@ from rmm_linear.planning.blocks.plan import (
 )
 from rmm_linear.planning.blocks.plan_blocks import Recomputations
 from rmm_linear.planning.blocks.proposals import Proposals
+from rmm_linear.planning.step.sharded import is_sharded, runs_alone
 from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.tiles.find import find_tiles
 from rmm_linear.planning.tiles.slices import GRANULE
@@ -70,8 +71,10 @@ class Candidates:
         self.costs: Costs = proposals.costs
         self.notes: list[str] = []
         self.seconds = 0.0
+        self.what = "a sharded model" if is_sharded(self.model) else "a model on the meta device"
         self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
-        self.is_meta, self.is_composed = not has_memory(self.model), False
+        self.is_meta, self.is_counted = not has_memory(self.model), not runs_alone(self.model)
+        self.is_composed = False
         self._waits: dict[tuple[str, str], float] = {}
         self._begins: Callable[[str], None] = lambda option: None  # says which option is measured
         self.slice = 0  # rows
@@ -82,7 +85,7 @@ class Candidates:
         with counting("measuring options", len(self.singles())) as self._begins:
             if RECOMPUTE in self.allow:
                 self._add_recomputation()
-            if SKETCH in self.allow and not self.is_meta:
+            if SKETCH in self.allow and not self.is_counted:
                 self.conversions.look_at(self.example)
             settings = self._settings()
             for setting in settings:
@@ -103,7 +106,7 @@ class Candidates:
 
         They are timed if some of them may be within the budget, by what ``fits`` says.
         """
-        if not self.is_composed and not self.is_meta:
+        if not self.is_composed:
             known = [len(rows) for rows in self.proposals.rows]
             self._add_compositions()
             if fits(self.proposals):
@@ -172,12 +175,12 @@ class Candidates:
 
     def _recomputations(self) -> list[str]:
         is_long = any(block.attention > _LONG * block.flops for block in self.costs.blocks)
-        return [RECOMPUTE, *([ATTENTION] if is_long else []), *([] if self.is_meta else [SELECTIVE, NESTED])]
+        return [RECOMPUTE, *([ATTENTION] if is_long else []), *([] if self.is_counted else [SELECTIVE, NESTED])]
 
     def _add_recomputation(self) -> None:
         choices = self._recomputations()
-        if self.is_meta:
-            self.notes.append(f"{SELECTIVE} and {NESTED} are left out: their time is not known on the meta device.")
+        if self.is_counted:
+            self.notes.append(f"{SELECTIVE} and {NESTED} are left out: their time is not known for {self.what}.")
         try:
             ways = Recomputations(self.model, self.example, self.costs, choices)
             for choice in choices:
@@ -232,7 +235,7 @@ class Candidates:
             rows[0].name: [row for row in rows[begin:] if untimed not in row.words]
             for rows, begin in zip(self.proposals.rows, begins, strict=True)
         }
-        times = self._counted(asked) if self.is_meta else self._timed(asked, None if known is None else _FEW_ROUNDS)
+        times = self._counted(asked) if self.is_counted else self._timed(asked, None if known is None else _FEW_ROUNDS)
         self.seconds = sum(times.plain.values())
         self._set(
             [replace(row, seconds=times.extra.get((row.name, row.option), row.seconds)) for row in rows]
@@ -252,16 +255,17 @@ class Candidates:
             return row
         stays = joined(word for word in row.words if word != OFFLOAD) or KEEP
         base = next((one.seconds for one in rows if one.choice == stays and one.setting == row.setting), 0.0)
-        link = Link(self.bandwidth, SPEED if self.is_meta else 1.0)
+        link = Link(self.bandwidth, SPEED if self.is_counted else 1.0)
         added = self._waits[row.name, row.option] = link.added(row.host, plain / 3, plain * 2 / 3 + base)
         return replace(row, seconds=base + added)
 
     def _counted(self, asked: Mapping[str, Sequence[PlannedBlock]]) -> Times:
         """Let operations stand for seconds; a tiled block computes its tiles once more, unless it is recomputed."""
-        self.notes.append(
-            "A model on the meta device has no times: numbers of operations replace them, "
+        note = (
+            f"{self.what.capitalize()} has no times: numbers of operations replace them, "
             f"{SPEED / 1e12:.0f}e12 per second where copies are compared with them."
         )
+        self.notes += [] if note in self.notes else [note]
         extra = dict[tuple[str, str], float]()
         for block in self.costs.blocks:
             again = {RECOMPUTE: block.flops, ATTENTION: block.flops - block.attention}
@@ -316,8 +320,8 @@ class Candidates:
         )
 
     def _noise(self, settings: Sequence[Setting], batch: Any) -> Noise:
-        if self.is_meta:
-            return Noise(unknown="a model on the meta device has no gradient")
+        if self.is_counted and settings:
+            return Noise(unknown=f"{self.what} has no gradient in one process")
         plans = {one.name: self.proposals.plan_of(_filled(self._converting(one), self.proposals)) for one in settings}
         return measure_noise(self.model, batch, self.costs.blocks, plans) if plans else Noise()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rmm_linear._support.files import write_text
@@ -18,6 +18,28 @@ from rmm_linear.planning.step.plots import plot_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_FEW_RANKS = 8  # that are all shown
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """The peak of one process of several that train a model together, on its own batch.
+
+    Attributes:
+        rank: Of the process.
+        simulated: Bytes of a step with the plan, and of what is there before it.
+        measured: The same of a real step; None if it ran out of memory.
+    """
+
+    rank: int
+    simulated: int
+    measured: int | None
+
+    @property
+    def bytes(self) -> int:
+        """The measured peak, or the simulated one."""
+        return self.simulated if self.measured is None else self.measured
 
 
 @dataclass(repr=False)
@@ -44,6 +66,9 @@ class FitReport(Report):
         binds: What kept the plan from costing less: the device's memory, the host's, or the link between them; "" for
             the exact model.
         host_memory: The limit of what waits on the host, in bytes; None is none.
+        ranks: Of every process, where several train a model together: its ``rank``, and the ``simulated`` and
+            ``measured`` bytes of its peak. The other figures are those of the one that planned, whose batch takes the
+            most memory; the measured peak is the highest of all.
     """
 
     plan: BlockPlan
@@ -60,6 +85,12 @@ class FitReport(Report):
     after: Peak = field(default_factory=Peak)
     binds: str = ""
     host_memory: int | None = None
+    ranks: tuple[RankPeak, ...] = ()
+
+    @property
+    def binding_rank(self) -> RankPeak | None:
+        """The process with the highest peak; None where one process trains alone."""
+        return max(self.ranks, key=lambda one: one.bytes, default=None)
 
     @property
     def host(self) -> int:
@@ -111,7 +142,8 @@ class FitReport(Report):
             )
         said += [f"Note: {note}" for note in self.notes]
         lines = "\n".join(wrapped(line, 2) for line in said)
-        return "\n\n".join(filter(None, [self.summary(), self._peaks(), blocks, lines]))
+        parts = [self.summary(), self._peaks(), self._ranks(is_whole=is_whole), blocks, lines]
+        return "\n\n".join(filter(None, parts))
 
     def _records(self) -> list[dict[str, Any]]:
         return self.plan._records()
@@ -120,11 +152,26 @@ class FitReport(Report):
         by = self.simulated_peak if self.measured_peak is None else self.measured_peak
         rows = [("exact, simulated", show_bytes(self.exact_peak), "")]
         for label, size in (("predicted", self.predicted_peak), ("simulated", self.simulated_peak)):
-            rows.append((label, show_bytes(size), f"{100 * (size / by - 1):+.2f} %" if by else ""))
+            rows.append((label, show_bytes(size), _error(size, by)))
         if self.measured_peak is not None:
             rows.append(("measured", show_bytes(self.measured_peak), ""))
         static = [(f"of which {name}", show_bytes(size), "") for name, size in self.static.to_dict().items() if size]
         return table(("peak", "bytes", "error"), [*rows, *static])
+
+    def _ranks(self, *, is_whole: bool) -> str:
+        """Return the peaks of the processes; in short, the highest and the lowest."""
+        order = sorted(self.ranks, key=lambda one: -one.bytes)
+        order = order if is_whole or len(order) <= _FEW_RANKS else [order[0], order[-1]]
+        rows = [
+            (
+                f"{one.rank} of {len(self.ranks)}{', binds' if one is self.binding_rank else ''}",
+                show_bytes(one.simulated),
+                show_bytes(one.bytes),
+                _error(one.simulated, one.bytes),
+            )
+            for one in order
+        ]
+        return table(("rank", "simulated", "measured", "error"), rows) if rows else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types.
@@ -137,6 +184,7 @@ class FitReport(Report):
         return {
             **{name: getattr(self, name) for name in names},
             "static": self.static.to_dict(),
+            "ranks": [asdict(one) for one in self.ranks],
             "moment": self.after.moment,
             "notes": list(self.notes),
             "plan": self.plan.to_dict(),
@@ -167,3 +215,7 @@ class FitReport(Report):
             ImportError: If matplotlib is not installed.
         """
         return plot_memory({"exact": self.before, "fitted": self.after}, ax)
+
+
+def _error(size: int, by: int) -> str:
+    return f"{100 * (size / by - 1):+.2f} %" if by else ""

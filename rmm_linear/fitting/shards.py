@@ -116,8 +116,8 @@ def _gathered(parameter: Tensor, shards: Shards | None) -> int:
 
 
 def _worst(weights: Sequence[int], gradients: Sequence[int]) -> int:
-    before, after = [0, *weights[:-1]], [*gradients[1:], 0]
-    return max((sum(each) for each in zip(before, weights, gradients, after, strict=True)), default=0)
+    before, after = [0, *weights], [*gradients[1:], 0]
+    return max((sum(each) for each in zip(before, weights, gradients, after, strict=False)), default=0)
 
 
 def _repeated_blocks(model: nn.Module) -> list[str]:

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
+from rmm_linear._support.sizes import show_bytes
 from rmm_linear.context.checkpointing import REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.fitting.fit import fit
+from rmm_linear.fitting.ranks import Processes, ranks_of
 from rmm_linear.fitting.report import FitReport
+from rmm_linear.fitting.resident import resident
 from rmm_linear.fitting.resize import length_of, lengthened, usable_positions
-from rmm_linear.fitting.static_memory import static_memory
-from rmm_linear.fitting.step_memory import step_memory
-from rmm_linear.integrations.fit_processes import from_first, largest_of_all, shared_batch
 from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.trainers import (
@@ -37,13 +36,13 @@ from rmm_linear.integrations.trainers import (
 from rmm_linear.memory.inputs import restored, rows_in
 from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.plan import BlockPlan
-from rmm_linear.planning.budget import LEAST, BudgetError
+from rmm_linear.planning.budget import BudgetError
+from rmm_linear.planning.step.sharded import is_sharded, silent
 from rmm_linear.planning.step.step import loss_of
 
 logger = logging.getLogger(__name__)
 
 _EPS = torch.finfo(torch.float32).eps
-_FAILED = "planning failed"
 ENTRY = "rmm_fit"  # of the Trainer's log history, and so of checkpoints
 
 
@@ -56,11 +55,10 @@ class FitCallback(TrainerCallback):
 
     Before a batch that is larger than all before it, by the elements of the model's main input, a step with the plan is
     simulated. The plan stays if that is within the budget. Otherwise the model is planned again, which is logged; if
-    nothing fits then, the plan stays, with a warning. Under ``DistributedDataParallel`` all processes train by the plan
-    that the first one makes, of the largest batch.
+    nothing fits then, the plan stays, with a warning. Under ``DistributedDataParallel`` and FSDP2 all processes train
+    by the plan of the one whose batch takes the most memory, and each of them checks it on its own.
 
-    Where gradients accumulate over several batches, they count as there from the begin of a step. The buckets of
-    ``DistributedDataParallel`` are taken from a budget in bytes, which is printed.
+    Where gradients accumulate over several batches, they count as there from the begin of a step.
 
     Every plan is noted in ``state.log_history``. In a run that is resumed by :class:`SketchStateCallback`, which
     restores the plan of the checkpoint, it is kept, unless ``fit`` is another one than before.
@@ -71,7 +69,7 @@ class FitCallback(TrainerCallback):
     which the model is planned. checkpointing: "replace" or "keep", where ``fit`` does not say; None is "replace".
 
     Attributes:
-        fit_report: Of the last plan, on the main process; None before the first step, and if the plan was restored.
+        fit_report: Of the last plan; None before the first step, and if the plan was restored.
     """
 
     def __init__(
@@ -93,6 +91,7 @@ class FitCallback(TrainerCallback):
         self.around = around
         self.fit_report: FitReport | None = None
         self._trainer: Any = None
+        self._ranks: Processes | None = None
         self._plan: BlockPlan | None = None
         self._largest: float = 0
 
@@ -122,12 +121,16 @@ class FitCallback(TrainerCallback):
 
     def begin(self, trainer: Any, model: nn.Module) -> None:
         """Find out whether there is a plan already: of an earlier training, of a checkpoint, or of the user."""
-        if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
+        whole_parts = getattr(trainer, "is_fsdp_enabled", False) and not is_sharded(model)
+        if whole_parts or getattr(trainer, "is_deepspeed_enabled", False):
             raise ValueError(
-                "fit plans models that are whole on every device, got a Trainer with FSDP or DeepSpeed. Call "
-                "rmm_linear.fit(model, batch, memory, shards=Shards(...)) before training instead."
+                "fit plans models that are whole on every device, or divided by FSDP2, got a Trainer with "
+                f"{'the first version of FSDP' if whole_parts else 'DeepSpeed'}. Use "
+                'TrainingArguments(fsdp=True, fsdp_config={"fsdp_version": 2}), or call '
+                "rmm_linear.fit(model, batch, memory, shards=Shards(...)) before training."
             )
         self._trainer, plan = trainer, plan_of(model)
+        self._ranks = ranks_of(self._parallel())
         if plan is not None and plan.checkpointing == REPLACE:  # the Trainer has turned it on again
             off = Uncheckpointed(model)
             off.attach()
@@ -153,16 +156,25 @@ class FitCallback(TrainerCallback):
         """Plan if the batch of a step is larger than those before it, then run the step."""
         trainer = self._trainer
         inputs = prepared_inputs(trainer, arguments_of_step(args, kwargs)["inputs"])
-        size, source = largest_of_all(_elements(trainer.model, inputs), trainer.args.device)
+        size = self._most(_elements(trainer.model, inputs))
         if size > self._largest:
             before = self._largest
-            inputs = trainer._prepare_input(shared_batch(inputs, source, trainer.args.device))
             if not before:
                 inputs = self._at_length(inputs)
-            self._largest = size = _elements(trainer.model, inputs)
+                size = self._most(_elements(trainer.model, inputs))
+            self._largest = size
             with self.around():
                 self._replan(inputs, int(before), size)
         return step(*args, **kwargs)
+
+    def _parallel(self) -> nn.Module:
+        """Return the model with the wrapper of DDP, if it has one, and without that of a compiler."""
+        wrapped = self._trainer.model_wrapped
+        wrapped = wrapped._modules.get("_orig_mod") or wrapped
+        return wrapped if isinstance(wrapped, nn.parallel.DistributedDataParallel) else self._trainer.model
+
+    def _most(self, size: int) -> int:
+        return size if self._ranks is None else self._ranks.largest(size, self._trainer.args.device)
 
     def _at_length(self, inputs: Any) -> Any:
         """Return the batch that is planned for first: one of the longest sequences that will come."""
@@ -182,10 +194,10 @@ class FitCallback(TrainerCallback):
         trainer, last, report = self._trainer, next(reversed(self._entries()), None), self.fit_report
         if last is None or last["budget_bytes"] is None:
             return None
-        accumulate = trainer.args.gradient_accumulation_steps > 1
         try:
-            static = static_memory(trainer.model, trainer.optimizer)
-            peak = step_memory(trainer.model, example, static, accumulate=accumulate).peak
+            process = resident(self._parallel(), trainer.optimizer, accumulate=self._accumulates())
+            with silent():  # other processes may have no loss to compute now
+                peak = process.peak(process.simulated(example).bytes)
             waits = sum(one.copied for one in offloaded(trainer.model).values())
         except Exception:  # other processes wait for an answer; what is wrong, a new fit will say
             return None
@@ -193,6 +205,9 @@ class FitCallback(TrainerCallback):
             peak = max(peak, peak * report.measured_peak // report.simulated_peak)
         within = peak <= last["budget_bytes"] and (last.get("host_bytes") is None or waits <= last["host_bytes"])
         return peak if within else None
+
+    def _accumulates(self) -> bool:
+        return self._trainer.args.gradient_accumulation_steps > 1
 
     def _entries(self) -> list[dict[str, Any]]:
         return [entry[ENTRY] for entry in self._trainer.state.log_history if ENTRY in entry]
@@ -205,75 +220,43 @@ class FitCallback(TrainerCallback):
         model: nn.Module = trainer.model
         example = example_of(trainer, model, inputs)  # on all processes, as losses may communicate
         if old is not None:
-            peak = from_first(self._tried(example) if trainer.is_world_process_zero() else None, trainer.args.device)
-            if peak is not None:
-                self._note({**self._entries()[-1], "elements": size, "peak_bytes": peak})
-                logger.info("A batch of %d elements came after a plan for %d: a step takes %s, so the plan stays.",
-                            size, before, show_bytes(peak))  # fmt: skip
+            peaks = [self._tried(example)] if self._ranks is None else self._ranks.gathered(self._tried(example))
+            known = [peak for peak in peaks if peak is not None]
+            if len(known) == len(peaks):
+                self._note({**self._entries()[-1], "elements": size, "peak_bytes": max(known)})
+                if trainer.is_world_process_zero():
+                    logger.info("A batch of %d elements came after a plan for %d: a step takes %s, so the plan stays.",
+                                size, before, show_bytes(max(known)))  # fmt: skip
                 return
             old.revert()
-        report: FitReport | None = None
-        found: dict[str, Any] = {}
-        failed: Exception | None = None
-        if trainer.is_world_process_zero():
-            try:
-                accumulate = trainer.args.gradient_accumulation_steps > 1
-                options = {"optimizer": trainer.optimizer, "accumulate": accumulate, **self._settings()}
-                if options.get("progress") is not False:  # a log has no lines of progress
-                    print(f"rmm_linear: planning a fit for {size:,} elements, which takes as long as many steps")
-                report = fit(model, example, **options)
-                found = {"plan": report.plan.to_dict(), "entry": self._entry(report, size)}
-            except Exception as error:  # other processes wait for an answer, whatever it is
-                failed = error
-                said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-                found = {"why": "no plan fits it" if isinstance(error, BudgetError) else _FAILED, "error": said}
-        found = from_first(found, trainer.args.device)
-        if "error" in found:
+        settings = {name: value for name, value in self.settings.items() if name != "length"}
+        if settings.get("progress") is not False and trainer.is_world_process_zero():  # a log has no lines of progress
+            print(f"rmm_linear: planning a fit for {size:,} elements, which takes as long as many steps")
+        try:
+            options = {"optimizer": trainer.optimizer, "accumulate": self._accumulates(), **settings}
+            report = fit(self._parallel(), example, **options)
+        except Exception as error:
+            is_short = isinstance(error, BudgetError)
+            said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             if old is None:
-                if found["why"] == _FAILED:
-                    raise ValueError(f"The model cannot be planned: {found['error']}") from failed
-                raise BudgetError(found["error"]) from failed
+                raise error if is_short else ValueError(f"The model cannot be planned: {said}") from error
             old.apply()
             self._warn("A batch of %d elements came after a plan for %d, and %s, so the plan stays: %s",
-                       size, before, found["why"], found["error"])  # fmt: skip
+                       size, before, "no plan fits it" if is_short else "planning failed", said)  # fmt: skip
             return
-        if report is None:
-            plan = BlockPlan.from_dict({key: value for key, value in found["plan"].items() if key != "format"})
-            plan.apply(model)
-        else:
-            plan, self.fit_report = report.plan, report
-        self._plan = plan
-        self._note(found["entry"])
+        self._plan, self.fit_report = report.plan, report
+        entry = self._entry(report, size)
+        self._note(entry)
         if before:
             self._warn("A batch of %d elements came after a plan for %d: planned again. %s",
-                       size, before, found["entry"]["summary"])  # fmt: skip
-        elif report is not None:
+                       size, before, entry["summary"])  # fmt: skip
+        elif trainer.is_world_process_zero():
             # Printed, not logged, as by the Trainer's own callbacks.
             print(report)
-            if buckets := self._buckets():
-                print(f"In addition, {show_bytes(buckets)} are for the buckets of DistributedDataParallel.")
 
     def _warn(self, message: str, *values: object) -> None:
         if self._trainer.is_world_process_zero():
             logger.warning(message, *values)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return the arguments of the fit, with the budget of a step."""
-        settings = {name: value for name, value in self.settings.items() if name != "length"}
-        memory, buckets = settings.get("memory"), self._buckets()
-        if memory in (None, LEAST) or read_share("memory", memory) is not None or not buckets:
-            return settings
-        left = read_bytes("memory", memory) - buckets
-        if left < 1:
-            raise BudgetError(
-                f"memory={memory!r} cannot be met: {show_bytes(buckets)} are needed for the buckets of "
-                "DistributedDataParallel. Use more memory."
-            )
-        return {**settings, "memory": left}
-
-    def _buckets(self) -> int:
-        """Return the bytes of copies of the gradients, which the model without its wrapper does not know of."""
-        return static_memory(self._trainer.model_wrapped).ddp_buckets
 
     def _entry(self, report: FitReport, size: int) -> dict[str, Any]:
         return {

@@ -175,7 +175,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
 
     @property
     def fit_report(self) -> FitReport | None:
-        """The report of :func:`rmm_linear.fit` on the main process; None before the first step, or without ``fit``."""
+        """The report of :func:`rmm_linear.fit`; None before the first step, or without ``fit``."""
         return None if self._fitting is None else self._fitting.fit_report
 
     def on_train_begin(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ def _summed(parts: Iterable[tuple[Any, int]]) -> dict[Any, int]:
 
 
 class LiveTensors(TorchDispatchMode):
-    """Adds up the bytes of the live storages that operators returned.
+    """Adds up the bytes of the live storages that operators returned, and of those that are resized, as FSDP does.
 
     Tensors on the meta device have none. Fake tensors count as if they were on the device that they name, although
     their storages are on the meta device.
@@ -171,8 +172,26 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.result = result
         self.counts_meta = counts_meta
+        self._restores: list[Callable[[], None]] = []
         self.live: dict[int, int] = {}
         self.now = 0
+
+    def __enter__(self) -> Any:
+        kind, resize = torch.UntypedStorage, torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            before = storage.nbytes()
+            resize(storage, size)
+            self._resized(storage, storage.nbytes() - before)
+
+        # It is no operator, and FSDP frees and takes the memory of gathered weights by it.
+        self._restores.append(partial(setattr, kind, "resize_", resize))
+        kind.resize_ = resized  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._restores.pop()()
+        super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = getattr(args[0], "fake_device", None) if func is _DEVICE else None
@@ -204,6 +223,16 @@ class LiveTensors(TorchDispatchMode):
         self.result.bytes = max(self.result.bytes, self.now)
         weakref.finalize(storage, self._release, key).atexit = False
 
+    def _resized(self, storage: torch.UntypedStorage, change: int) -> None:
+        """Count the change; of a storage that was there before, what it adds, which may be negative."""
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = 0
+            weakref.finalize(storage, self._release, key).atexit = False
+        self.live[key] += change
+        self.now += change
+        self.result.bytes = max(self.result.bytes, self.now)
+
     def _release(self, key: int) -> None:
         self.now -= self.live.pop(key)
 
@@ -232,7 +261,8 @@ def parts(tensor: Tensor) -> list[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in parts(getattr(tensor, name))]
+    inner = [getattr(tensor, name) for name in names]  # of a distributed one also its mesh
+    return [part for one in inner if isinstance(one, Tensor) for part in parts(one)]
 
 
 def consists_of_others(types: Iterable[type]) -> bool:

@@ -24,7 +24,9 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
     makes at a time is counted on a GPU, and the weight that a product of bitsandbytes dequantizes, everywhere. The
     model, its gradients and the random number generators stay as they are. It takes about as long as a step of a small
     model, whatever the size. Fake tensors have no values: a model that leaves a mask out because it masks nothing is
-    simulated with the mask. What a converted model saves depends on its padding, so its step runs on real tensors.
+    simulated with the mask. What a converted model saves depends on its padding, so its step runs on real tensors. Of a
+    model that ``fully_shard`` has divided, FSDP's own code runs without communication, in this process alone: what it
+    gathers counts.
 
     A model on the meta device, which has shapes and no weights, is simulated as if it were on the CPU, so it may be too
     large for the machine; but what flash attention's backward pass takes on a GPU counts, where it is in 16 bits. A

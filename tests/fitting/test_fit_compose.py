@@ -32,11 +32,20 @@ def test_a_model_under_data_parallel_is_fitted_inside_and_its_buckets_count(proc
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_is_sharded_already_is_refused_with_the_remedy(process_group):
-    model = stack(1).train()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match=r"shard"):
-        rmm_linear.fit(model, rows(), 0.75, allow=EXACT)
+def test_a_model_that_is_sharded_already_is_fitted(process_group):
+    """By simulated steps in which FSDP's own code runs; its real step is the check."""
+    (model, twin), mesh = twins(stack(2).train()), init_device_mesh("cpu", (1,))
+    for part in (model[1], model[2], model):
+        fully_shard(part, mesh=mesh)
+    report = rmm_linear.fit(model, rows(), 0.85, optimizer=torch.optim.AdamW, allow=EXACT)
+    assert not report.is_exact
+    assert report.simulated_peak == report.measured_peak <= report.memory
+    assert any("their time is not known for a sharded model" in note for note in report.notes)
+    found = {name: getattr(one, "full_tensor", one.clone)() for name, one in step(model, rows()).items()}
+    assert differing(found, step(twin, rows())) == []
+    rmm_linear.revert(model)
+    with pytest.raises(ValueError, match="takes a model that is not sharded yet"):
+        rmm_linear.max_batch(model, rows(), "1GB")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from torch import nn
 
 import rmm_linear
 from rmm_linear.conversion.exact import converted_modules
-from rmm_linear.fitting import fitting
+from rmm_linear.fitting.resident import Resident
 from rmm_linear.planning import BlockPlan, PlannedBlock
 
 CHOICES = [
@@ -223,8 +223,8 @@ def test_a_measured_peak_above_the_budget_is_planned_for(monkeypatch):
     model = stack(2, dropout=0.0).train()
     exact = rmm_linear.fit(model, rows(), "1GB")
     rmm_linear.revert(model)
-    measured = fitting._measured
-    monkeypatch.setattr(fitting, "_measured", lambda *args, **kwargs: int(1.2 * measured(*args, **kwargs)))
+    measured = Resident.measured
+    monkeypatch.setattr(Resident, "measured", lambda *args: int(1.2 * measured(*args)))
     report = rmm_linear.fit(model, rows(), int(1.1 * exact.exact_peak), allow=("keep", "recompute"))
     assert report.fits
     assert not report.is_exact

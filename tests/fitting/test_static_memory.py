@@ -18,9 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Adafactor
 
+from rmm_linear import memory
 from rmm_linear.fitting.shards import Shards
 from rmm_linear.fitting.static_memory import StaticMemory, static_memory
 from rmm_linear.memory.peak import LiveTensors, Peak
+from rmm_linear.planning import simulate
 
 FOREACH = functools.partial(AdamW, foreach=True)
 LOOP = functools.partial(AdamW, foreach=False)
@@ -398,11 +400,18 @@ def test_what_fully_shard_gathers(widths):
         fully_shard(model, mesh=mesh)
         assert static_memory(model, AdamW) == planned
 
+        batch = torch.ones(1, 256)
+
         def run():
             model.zero_grad()
-            model(torch.ones(1, 256)).sum().backward()
+            model(batch).sum().backward()
 
         peak = peak_of_a_backward_pass(run)
+        model.zero_grad()
+        with memory.peak("cpu") as live:
+            run()
+        model.zero_grad()
+        assert simulate(model, batch).bytes == live.bytes == peak
     finally:
         torch.distributed.destroy_process_group()
     # At the peak, a rank has its own parts of some gradients, or of all.

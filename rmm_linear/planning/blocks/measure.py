@@ -19,7 +19,7 @@ from rmm_linear.planning.blocks.timing import time_modules
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.graphs.node_costs import NodeCost, measure_nodes
 from rmm_linear.planning.step.follow import FORWARD, Event
-from rmm_linear.planning.step.step import has_memory
+from rmm_linear.planning.step.sharded import runs_alone
 from rmm_linear.planning.step.watch import SIMULATING, Held, watch
 from rmm_linear.planning.step.workspace import Workspace
 from rmm_linear.planning.step.workspace import workspace as measure_workspace
@@ -180,7 +180,7 @@ def measure(
     kept, worst = by_block(live.events, blocks)
     end_stage()
     seconds = dict.fromkeys(blocks, 0.0)
-    if has_memory(model):
+    if runs_alone(model):
         stage(TIMING)
         seconds = time_modules(model, example, blocks)
     end_stage()

@@ -22,6 +22,7 @@ from rmm_linear.planning.step.flops import moved, operations
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
+_EMPTY = torch.ops.aten.empty.memory_format  # by which storages were made that a step resizes
 
 
 class Made:
@@ -180,8 +181,8 @@ class FollowedTensors(LiveTensors):
         """Note where the step is: a module may allocate nothing, and what follows is still after it."""
         self.events.append(Event(self.now, *self.place.now, 0))
 
-    def _add(self, storage: torch.UntypedStorage, tensor: Tensor, func: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
+    def _add(self, storage: torch.UntypedStorage, tensor: Tensor | None, func: Any) -> None:
+        key, size = storage._cdata, storage.nbytes() if tensor is not None else 0
         pass_, running = self.place.now
         self.live[key], made = size, Made(pass_, running, func, tensor)
         self._made[key] = made
@@ -195,13 +196,19 @@ class FollowedTensors(LiveTensors):
             key = part.untyped_storage()._cdata
             if key not in self.live:
                 continue
-            made = self._made[key]
-            made.is_gradient = size is None or size > 0
-            change = 0 if size is None else size - self.live[key]
-            if change:
-                self.live[key] += change
-                self.now += change
-                self.events.append(Event(self.now, *self.place.now, change, made))
+            self._made[key].is_gradient = size is None or size > 0
+            self._change(key, 0 if size is None else size - self.live[key])
+
+    def _resized(self, storage: torch.UntypedStorage, change: int) -> None:
+        if storage._cdata not in self.live:
+            self._add(storage, None, _EMPTY)
+        self._change(storage._cdata, change)
+
+    def _change(self, key: int, change: int) -> None:
+        if change:
+            self.live[key] += change
+            self.now += change
+            self.events.append(Event(self.now, *self.place.now, change, self._made[key]))
 
     def _forget(self, key: int) -> None:
         size, made = self.live.pop(key), self._made.pop(key)

@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.memory.inputs import LossOfBatch, call_with, restored
 from rmm_linear.memory.quantized import replaced_states
 from rmm_linear.planning.step.fakes import Fakes
+from rmm_linear.planning.step.sharded import is_sharded, runs_alone, silent, untouched
 
 _PACKED = "find_packed_sequence_indices"
 _IGNORES = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
@@ -108,8 +110,8 @@ def has_memory(model: nn.Module) -> bool:
 
 
 def runs_on_fakes(model: nn.Module) -> bool:
-    """Say whether a model's step runs on fake tensors: not a converted model with values."""
-    return not (needs_values(model) and has_memory(model))
+    """Say whether a model's step runs on fake tensors: not a converted model with all values here."""
+    return not (needs_values(model) and runs_alone(model))
 
 
 @contextmanager
@@ -120,8 +122,10 @@ def prepared(
 
     A converted model runs on the real ones, if they have values. Fake tensors for those on the meta device are on the
     CPU, as what a model saves depends on the device. ``on_gradient`` gets each parameter whose gradient is complete.
+    Of a model that ``fully_shard`` has divided, FSDP makes the parameters that run.
     """
-    with as_in_training(model, buffers=not runs_on_fakes(model)), ExitStack() as stack:
+    buffers = not runs_on_fakes(model)
+    with untouched(model), as_in_training(model, buffers=buffers), ExitStack() as stack:
 
         def follow(tensors: Iterable[Tensor]) -> None:
             for tensor in tensors if on_gradient is not None else ():
@@ -135,14 +139,17 @@ def prepared(
             return
         fakes_of = Fakes(example.guesses if isinstance(example, LossOfBatch) else None)
 
-        step = _Step(model, run)
+        step, divided = _Step(model, run), is_sharded(model)
+        if divided:
+            stack.enter_context(silent())
         fakes = {  # once for every module that has it: functional_call loses tensors of modules with two names
             f"{path}.{name}" if path else name: fakes_of(tensor)
             for path, module in step.named_modules()
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
+            if tensor is not None and not (divided and is_dtensor(tensor))
         }
         follow({id(fake): fake for fake in fakes.values()}.values())
+        follow(p for p in model.parameters() if divided and is_dtensor(p))
         batch = example if callable(example) else tree_map_only(Tensor, fakes_of, example)
         _refuse_estimators(model)
 
