@@ -17,7 +17,7 @@ from rmm_linear.command.models import model_on_meta, random_batch
 from rmm_linear.fitting.longest import LongestSequence, max_length
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.search import check_size
-from rmm_linear.fitting.shards import Shards
+from rmm_linear.planning.step.shards import Shards
 
 _OPTIMIZERS = {**OPTIMIZERS, "adamw": partial(torch.optim.AdamW, fused=True)}
 

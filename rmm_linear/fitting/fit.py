@@ -18,10 +18,12 @@ from rmm_linear.fitting.duration import expect_fit
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
-from rmm_linear.fitting.shards import Shards, fully_sharded
+from rmm_linear.fitting.shards import fully_sharded
 from rmm_linear.memory.inputs import check_example
 from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
+from rmm_linear.planning.step.divided import divided, part_of
+from rmm_linear.planning.step.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +110,8 @@ def fit(
         (True, True)
     """
     check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example)
-    with reporting("fit", progress), uncheckpointed(model, checkpointing) as off, quiet():
+    with reporting("fit", progress), uncheckpointed(model, checkpointing) as off, quiet(), divided(model, shards):
+        example = part_of(example, shards)
         work = Fitting(
             model, example, None if memory == LEAST else memory,
             optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,

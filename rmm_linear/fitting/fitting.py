@@ -16,8 +16,7 @@ from rmm_linear.fitting.link import BANDWIDTH, measured_bandwidth, memory_of_hos
 from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.fitting.shards import Shards, size_bytes
-from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.fitting.static_memory import static_memory, static_memory_of
 from rmm_linear.memory.inputs import LossOfBatch
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning.blocks.measure import measure
@@ -25,6 +24,7 @@ from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
 from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 from rmm_linear.planning.budget import BudgetError, read_budget, shown_budget, shown_least
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import as_in_training, copied, has_memory, run_step
 from rmm_linear.planning.step.watch import Held, watch
 
@@ -67,7 +67,7 @@ class Fitting:
         self.accumulate, self.is_real = accumulate, shards is None and has_memory(model)
         self.is_checkpointed = is_checkpointed(model)  # as it was asked for, or it is off by now
         self.over: list[int] = []  # measured peaks of plans that were simulated to fit
-        self.static = static_memory(model, optimizer, shards)
+        self.static = static_memory_of(model, optimizer, shards)
         if isinstance(model, nn.parallel.DistributedDataParallel):  # simulated steps must not reduce gradients
             model = self.model = model.module
         self.before = self.static.before_step + (self.static.gradients if accumulate else 0)
@@ -312,9 +312,9 @@ def _measured(model: nn.Module, example: Any, *, accumulate: bool) -> int:
 
 def _held(shards: Shards | None, *, accumulate: bool) -> Held | None:
     """Return the bytes of a parameter's gradient that a step adds."""
-    if accumulate or (shards is not None and shards.cpu_offload):
+    if accumulate:
         return lambda parameter: 0
-    return None if shards is None else lambda p: size_bytes(shards.shape(p.shape), p.dtype)
+    return None if shards is None else shards.gradient_bytes
 
 
 def _predicted(plan: BlockPlan) -> int:

@@ -18,10 +18,10 @@ from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
-from rmm_linear.fitting.resize import resized, sequences_of
 from rmm_linear.fitting.search import Sizes, SizeSearch, check_size
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.step.resize import resized, sequences_of
+from rmm_linear.planning.step.shards import Shards
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,11 +18,11 @@ from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
-from rmm_linear.fitting.resize import length_of, lengthened, resized, usable_positions
 from rmm_linear.fitting.search import MOST, Sizes, SizeSearch, check_size
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.step.resize import length_of, lengthened, resized, usable_positions
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import watch
 

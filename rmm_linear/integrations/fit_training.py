@@ -21,7 +21,6 @@ from rmm_linear._support.sizes import read_bytes, read_share, show_bytes
 from rmm_linear.context.checkpointing import REPLACE, Uncheckpointed, check_checkpointing
 from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.report import FitReport
-from rmm_linear.fitting.resize import length_of, lengthened, usable_positions
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.fitting.step_memory import step_memory
 from rmm_linear.integrations.fit_processes import from_first, largest_of_all, shared_batch
@@ -38,6 +37,7 @@ from rmm_linear.memory.inputs import restored, rows_in
 from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.budget import LEAST, BudgetError
+from rmm_linear.planning.step.resize import length_of, lengthened, usable_positions
 from rmm_linear.planning.step.step import loss_of
 
 logger = logging.getLogger(__name__)
