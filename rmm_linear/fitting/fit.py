@@ -85,7 +85,8 @@ def fit(
             machine's memory.
         bandwidth: Of the link to the host in each direction: bytes per second, or a text such as "25GB/s". None: it is
             measured on an accelerator, files are timed, and it is 25 GB/s for a model on the meta device.
-        shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
+        shards: How the step will be divided among devices, of which bytes are then those of one; not with ``stages``.
+            Whatever divides more than parameters is planned for a model on the meta device.
         accumulate: Whether the gradients of earlier batches are there when a step begins, as with gradient
             accumulation, or where ``zero_grad(set_to_none=False)`` leaves them.
         checkpointing: "replace" turns the model's activation checkpointing off, as the plan chooses what is recomputed;
@@ -109,24 +110,26 @@ def fit(
         >>> report.fits, report.peak <= 0.7 * report.exact_peak
         (True, True)
     """
-    check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example)
-    with reporting("fit", progress), uncheckpointed(model, checkpointing) as off, quiet(), divided(model, shards):
-        example = part_of(example, shards)
-        work = Fitting(
-            model, example, None if memory == LEAST else memory,
-            optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
-            bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing,
-        )  # fmt: skip
-        is_first = work.total is not None and time is None and KEEP in allow
-        report = work.kept() if is_first and work.is_within(work.exact_peak) else None
-        if report is None:
-            work.check_floor()
-            expect_fit(work.candidates)
-            work.add_options(max_noise)
-            if time is not None:
-                report = work.within_time(time)
-            else:
-                report = work.least() if work.total is None else work.solved()
+    check_arguments(model, memory, allow, time, objective, max_noise, checkpointing, example, shards)
+    with reporting("fit", progress), uncheckpointed(model, checkpointing) as off, quiet():
+        with divided(model, shards):
+            work = Fitting(
+                model, part_of(example, shards), None if memory == LEAST else memory,
+                optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
+                bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing,
+            )  # fmt: skip
+            is_first = work.total is not None and time is None and KEEP in allow
+            report = work.kept() if is_first and work.is_within(work.exact_peak) else None
+            if report is None:
+                work.check_floor()
+                expect_fit(work.candidates)
+                work.add_options(max_noise)
+                if time is not None:
+                    report = work.within_time(time)
+                else:
+                    report = work.least() if work.total is None else work.solved()
+            report.plan.revert()
+        report.plan.apply(model)  # whose layers have their own sizes again
         if off.is_attached:
             report.notes.append(REPLACED)
             report.plan.undo_later(off.released())
@@ -153,9 +156,15 @@ def check_arguments(
     max_noise: float = 1.0,
     checkpointing: str = REPLACE,
     example: Any = None,
+    shards: Shards | None = None,
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
     check_model(model)
+    if shards is not None and shards.stages > 1:
+        raise ValueError(
+            f"A plan is for one module that runs as a whole, got stages={shards.stages}. Plan the module of each stage "
+            "by itself; planning.simulate(model, batch, shards=...) has the peak of a stage of a whole model."
+        )
     if example is not None:
         check_example(model, example)
     check_checkpointing(checkpointing)

@@ -4,8 +4,8 @@ Stages have equal numbers of the repeated blocks; what comes before these is the
 the last one's, as with PyTorch's ``torch.distributed.pipelining``. A stage holds what its blocks save for each
 micro-batch in flight, their outputs too, and buffers to receive in, which PyTorch makes for all micro-batches at once:
 inputs, but in the first stage, and gradients of outputs, but in the last. At the peak the gradients of its weights are
-there, and the backward pass of one micro-batch runs. Outputs of the model are taken to be dropped, as with
-``schedule.step(..., return_outputs=False)``.
+there, and the backward pass of one micro-batch runs. The model's own outputs are held until then, and no longer, as
+with ``schedule.step(..., return_outputs=False)``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def simulate_stage(model: nn.Module, example: Any, shards: Shards, workspace: Wo
 
         return hook
 
-    for stage in range(shards.stages - 1):
+    for stage in range(shards.stages):
         last = [name for name in blocks if stages[name] == stage][-1]
         handles.append(model.get_submodule(last).register_forward_hook(note(stage)))
     try:
@@ -73,17 +73,21 @@ def _peak(
     shards: Shards,
     gradients: int,
 ) -> Peak:
-    """Add up a stage; ``sizes`` are the bytes of what leaves each stage but the last."""
-    count = shards.microbatches or shards.stages
-    given, returned = count * sizes.get(shards.stage - 1, 0), count * sizes.get(shards.stage, 0)
-    always = given + returned + gradients
-    others = (shards.in_flight - 1) * sum(kept[name] for name in blocks)
+    """Add up a stage; ``sizes`` are the bytes of what leaves each stage, the model's output among them."""
+    count, output, is_last = (
+        shards.microbatches or shards.stages,
+        sizes[shards.stage],
+        shards.stage == shards.stages - 1,
+    )
+    always = gradients + count * (sizes.get(shards.stage - 1, 0) + (0 if is_last else output))
+    # The next block saves a block's output; the model's own is held for the backward pass.
+    others = (shards.in_flight - 1) * (sum(kept[name] for name in blocks) + (output if is_last else 0))
     found, before = Peak(measure="simulated live tensors"), 0
     for name in blocks:
         for pass_, highest in zip((FORWARD, BACKWARD), passes, strict=True):
-            # What comes back to the last block lies in a buffer already.
-            comes = sizes.get(shards.stage, 0) if pass_ == BACKWARD and name == blocks[-1] else 0
-            now = always + others + before + highest[name] - comes
+            now = always + others + before + highest[name]
+            if pass_ == BACKWARD:  # the output is held until it ends; its gradient lies in a buffer already
+                now += output if is_last or name != blocks[-1] else 0
             if now > found.bytes:
                 found.bytes, found.moment = now, f"{pass_} of {name} on stage {shards.stage} of {shards.stages}"
         before += kept[name]
