@@ -73,6 +73,7 @@ class Ring:
             first + max(dkv + flash, 3 * dkv),
             # The results of two rounds, the later one with half of the keys, or of the queries.
             later + max(2 * queries + 3 * pairs // 2, 3 * queries // 2 + 2 * pairs + sums // 2) + flash,
+            later + dkv + queries + pairs // 2,  # sums of the keys' gradients are copied, and sent
             later + dq + queries // 2 + pairs + sums // 2,  # the sum of the queries' gradients is copied
         ]
         if self.ranks > 2:  # what is sent is made while what was sent before is there
