@@ -20,7 +20,7 @@ from transformers import (
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.planning.chains.schedules import recomputed
 
-LONG = ("docs/planning/long-context.md", "docs/planning/paper-sizes.md", "docs/planning/fit.md")  # many simulated steps
+LONG = tuple(f"docs/planning/{page}.md" for page in ("distributed", "fit", "long-context", "paper-sizes"))  # many steps
 WITH_SNIPPETS = [
     pytest.param(page, marks=[pytest.mark.thorough] * (name(page) in LONG), id=name(page))
     for page in PAGES
@@ -103,6 +103,10 @@ PRINTS = {
     "docs/planning/long-context.md": [r"^rmm_linear max_length: length=\d+ .* budget=100 MB \(95.4 MiB\)$"],
     "docs/planning/compile.md": [r"^rmm_linear fit: peak="],
     "docs/planning/tiles.md": [r"^rmm_linear: tiled=7 norms=5 ", r"^peak: "],
+    "docs/planning/distributed.md": [
+        r"Shards\(stages=2, microbatches=8\) .*stage 0 of 2",
+        r"peak=.* budget=",
+    ],
     "docs/planning/paper-sizes.md": [FIT],
     "docs/training-stack.md": [r"^rmm_linear: converted=4 frozen=14 skipped=4 "],
 }
