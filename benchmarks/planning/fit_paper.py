@@ -144,7 +144,7 @@ def by_method(model: nn.Module, memory: int, shards: library.Shards | None) -> d
         model, texts(1, GRAIN), memory, optimizer=ADAMW, allow=EXACT, host_memory=f"{GB_ON_HOST}GB",
         shards=shards, multiple=GRAIN, progress=False,
     )  # fmt: skip
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "exact": {"sequence": best.exact},
         "checkpointed": {"sequence": best.checkpointed},
         "fitted": {"sequence": best.length, "peak": best.peak, "host": best.host_bytes},

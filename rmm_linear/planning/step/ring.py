@@ -45,7 +45,7 @@ class Ring:
         name = getattr(func, "_opname", "")
         if name in _FORWARD:
             return 0 if (kwargs or {}).get("attn_mask") is not None else self._forward(*args[:3])
-        return self._backward(*args[1:4], flash) if name in _BACKWARD else 0
+        return self._backward(args[1], args[2], args[3], flash) if name in _BACKWARD else 0
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor) -> int:
         self.is_used = True
