@@ -405,7 +405,7 @@ def test_longest_says_what_is_trained_and_that_nothing_fits(folders, capsys):
     assert "What binds: positions." in out
     assert "LoRA of rank 4 on all linear layers but the head, in bfloat16; frozen weights in bfloat16." in out
     words = ["longest", str(folders / "roberta"), "--memory", "1KB", "--method", "full", "--multiple", "4"]
-    assert main([*words, "--ranks", "8", "--context", "2"]) == 1
+    assert main([*words, "--ranks", "8"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "What binds: optimizer step." in out
-    assert "Divided among devices: Shards(ranks=8, context=2)." in out
+    assert "Divided among devices: Shards(ranks=8)." in out

@@ -117,6 +117,6 @@ def in_ring(shards: Shards | None) -> Iterator[None]:
     if not ring.is_used:
         raise ValueError(
             f"context={shards.context} divides the sequence of a model whose attention is "
-            "scaled_dot_product_attention without a mask, got a model that never calls it so. Leave the mask out of "
-            'the batch, and load models of transformers with attn_implementation="sdpa".'
+            "scaled_dot_product_attention without a mask or dropout, got a model that never calls it so. Leave the "
+            'mask out of the batch, set the dropout to 0, and load models of transformers with "sdpa".'
         )
