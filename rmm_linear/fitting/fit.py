@@ -128,8 +128,11 @@ def fit(
                     report = work.within_time(time)
                 else:
                     report = work.least() if work.total is None else work.solved()
-            report.plan.revert()
-        report.plan.apply(model)  # whose layers have their own sizes again
+            has_other_sizes = shards is not None and shards.tensor > 1
+            if has_other_sizes:
+                report.plan.revert()
+        if has_other_sizes:
+            report.plan.apply(model)
         if off.is_attached:
             report.notes.append(REPLACED)
             report.plan.undo_later(off.released())
