@@ -37,13 +37,11 @@ MODELS: dict[str, Shape] = {
 GB_ON_HOST = 240  # for each device: 1.9 TB for eight
 # Memory, how a step is divided, and the number of devices.
 PLACES: dict[str, tuple[str, library.Shards | None, int]] = {
-    "1 x 24 GB": ("24GB", None, 1),
     "1 x 80 GB": ("80GB", None, 1),
     "8 x 80 GB": ("80GB", library.Shards(8), 8),
     "8 x 80 GB, one sequence": ("80GB", library.Shards(8, context=8), 8),
     "8 x 80 GB, one sequence, offloaded": ("80GB", library.Shards(8, cpu_offload=True, context=8), 8),
     "64 x 80 GB, one sequence": ("80GB", library.Shards(64, context=64), 64),
-    "64 x 80 GB, one sequence in turns": ("80GB", library.Shards(64, context=64, rotate="alltoall"), 64),
 }
 
 
