@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -176,17 +176,21 @@ def plans(work: library.Fitting) -> dict[str, library.BlockPlan]:
 
 
 def longest(work: library.Fitting, plan: library.BlockPlan, context: int) -> dict[str, Any]:
-    """Return the longest sequence of a plan, and its peak."""
-    known = dict[int, int]()
+    """Return the longest sequence of a plan, and its peak; like blocks stand for one another but in the last step."""
 
-    def peak(count: int) -> int:
+    def estimate(count: int) -> int:
+        example = texts(1, GRAIN * count // context)
+        return work.before + replace(work.proposals, example=example).estimate(plan.blocks).bytes
+
+    memory = work.total or 0
+    count = largest(estimate, memory, MEASURED // GRAIN * context)
+    while count:
         with plan.applied() as planned:
             step = library.watch(planned, texts(1, GRAIN * count // context), held=work.proposals.held)[0]
-        known[count] = work.before + step.bytes
-        return known[count]
-
-    count = largest(peak, work.total or 0, MEASURED // GRAIN * context)
-    return {"sequence": GRAIN * count, "peak": known.get(count), "plan": counts(plan.blocks)}
+        if work.before + step.bytes <= memory:
+            return {"sequence": GRAIN * count, "peak": work.before + step.bytes, "plan": counts(plan.blocks)}
+        count = min(count - 1, count * memory // (work.before + step.bytes))
+    return {"plan": counts(plan.blocks)}
 
 
 def largest(bytes_of: Callable[[int], int], memory: int, guess: int) -> int:
