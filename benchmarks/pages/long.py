@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
-from benchmarks.planning.long_longest import EIGHT, EXACT, FULL, MEMORIES, OTHERS, QLORA, UNSLOTH, Longest
+from benchmarks.planning.long_longest import EXACT, FULL, MEMORIES, OTHERS, QLORA, UNSLOTH, Longest
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_store import Stored
 from benchmarks.planning.long_tiles import Working
@@ -57,11 +57,7 @@ _LONGEST: dict[str, Cell] = {
     "plan": of("plan"),
 }
 _MODELS = {"llama-3.1-8b": "Llama-3.1-8B", "llama-3.1-70b": "Llama-3.1-70B", "qwen3-8b": "Qwen3-8B"}
-_TRAINED = {
-    QLORA: ("QLoRA of rank 32", "1 × 80 GB"),
-    FULL: ("all weights, state on the host", "1 × 80 GB"),
-    EIGHT: ("all weights, 240 GB on the host for each", "8 × 80 GB"),
-}
+_TRAINED = {QLORA: "QLoRA of rank 32", FULL: "all weights, state on the host"}
 
 
 def _systems(rows: Sequence[Longest]) -> str:
@@ -69,11 +65,11 @@ def _systems(rows: Sequence[Longest]) -> str:
     lines = list[tuple[str, ...]]()
     for row in rows:
         words = row.command.replace(f" {EXACT}", "").removeprefix(f"{row.model} --memory 80GB ")
-        trained, _, host = (words, "", "") if words in _TRAINED else words.partition(" --host-memory ")
+        trained, _, host = words.partition(" --host-memory ")
         if trained in _TRAINED:
             system = f"`rmm-linear longest`{', 128 GB on the host' if host else ''}"
             model = _MODELS.get(row.model, row.model)
-            lines.append((system, model, *_TRAINED[trained], f"{row.tokens:,}"))
+            lines.append((system, model, _TRAINED[trained], "1 × 80 GB", f"{row.tokens:,}"))
     lines += [(*known, f"{tokens:,}") for *known, tokens in OTHERS]
     return table(("system", "model", "trained", "devices", "tokens"), lines)
 

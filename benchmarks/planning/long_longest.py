@@ -17,7 +17,6 @@ from rmm_linear.command.main import main
 
 EXACT = "--allow keep recompute offload tile"
 QLORA, FULL = "--method qlora --rank 32", "--method full --offload-state"
-EIGHT = "--method full --ranks 8 --context 8 --host-memory 240GB"  # of a host with 1.9 TB
 MEMORIES = ("8GiB", "16GiB", "24GiB", "48GiB", "80GiB")
 # Tokens of QLoRA of rank 32 on Llama-3.1-8B, batch 1, by memory in GiB, as its authors' page has them.
 UNSLOTH: dict[str, int] = dict(zip(MEMORIES, (2_972, 40_724, 78_475, 191_728, 342_733), strict=True))
@@ -38,7 +37,6 @@ COMMANDS = (
     f"qwen3-8b --memory 80GB {QLORA} {EXACT}",
     f"llama-3.1-70b --memory 80GB {QLORA} {EXACT}",
     f"gpt-oss-20b --memory 80GB {QLORA} {EXACT}",
-    *(f"{model} --memory 80GB {EIGHT} {EXACT}" for model in ("llama-3.1-8b", "qwen3-8b")),
 )
 TINY = ("roberta-base --memory 2GB --method lora --rank 4 --allow keep recompute",)
 
