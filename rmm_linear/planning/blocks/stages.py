@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rmm_linear.memory.peak import Peak
+from rmm_linear.memory.peak import GRADIENTS, SAVED, LiveTensor, Peak
 from rmm_linear.planning.blocks.find import find_blocks, owner_of, repeated_blocks
 from rmm_linear.planning.blocks.measure import by_pass
 from rmm_linear.planning.blocks.observe import observe
@@ -91,8 +91,9 @@ def _peak(
             if now > found.bytes:
                 found.bytes, found.moment = now, f"{pass_} of {name} on stage {shards.stage} of {shards.stages}"
         before += kept[name]
-    found.by_module = {name: shards.in_flight * kept[name] for name in blocks if kept[name]}
-    found.by_module[""] = found.bytes - sum(found.by_module.values())
+    saved = [LiveTensor(shards.in_flight * kept[name], name, kind=SAVED) for name in blocks if kept[name]]
+    rest = found.bytes - gradients - sum(one.bytes for one in saved)
+    found.alive = [*saved, LiveTensor(gradients, kind=GRADIENTS), LiveTensor(rest)]
     return found
 
 
