@@ -16,7 +16,7 @@ from rmm_linear.fitting.link import BANDWIDTH, measured_bandwidth, memory_of_hos
 from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.fitting.static_memory import static_memory, static_memory_of
+from rmm_linear.fitting.static_memory import static_memory_of
 from rmm_linear.memory.inputs import LossOfBatch
 from rmm_linear.memory.peak import peak
 from rmm_linear.planning.blocks.measure import measure
