@@ -20,10 +20,10 @@ from rmm_linear.conversion.explain import explain
 from rmm_linear.fitting import times
 from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.fitting import Fitting
+from rmm_linear.fitting.longest import max_length
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.settings import SETTINGS, Conversions, Setting
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.memory.ledger import storage_key
 from rmm_linear.memory.peak import LiveTensors, Peak
@@ -52,6 +52,8 @@ from rmm_linear.planning.chains import schedules
 from rmm_linear.planning.chains.cells import adapted
 from rmm_linear.planning.graphs.capture import capture
 from rmm_linear.planning.graphs.pieces import graph_step
+from rmm_linear.planning.step.divided import divided
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import copied, run_step
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace, allocator_peak

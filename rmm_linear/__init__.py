@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from rmm_linear.fitting.largest import LargestBatch, max_batch
     from rmm_linear.fitting.longest import LongestSequence, max_length
     from rmm_linear.fitting.report import FitReport
-    from rmm_linear.fitting.shards import Shards
     from rmm_linear.integrations.diagnosis import Diagnosis
     from rmm_linear.integrations.doctor import doctor
     from rmm_linear.layers.function import sketched_linear
     from rmm_linear.layers.linear import RMMLinear
+    from rmm_linear.planning.step.shards import Shards
     from rmm_linear.planning.tiles.apply import TileReport, tile
 
 __all__ = [
@@ -74,7 +74,7 @@ _MODULES = {
     "PackedEntry": "conversion.report",
     "RMMConfig": "config",
     "RMMLinear": "layers.linear",
-    "Shards": "fitting.shards",
+    "Shards": "planning.step.shards",
     "TileReport": "planning.tiles.apply",
     "convert": "conversion.convert",
     "doctor": "integrations.doctor",

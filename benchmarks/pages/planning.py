@@ -306,21 +306,22 @@ def _needed(cases: Sequence[Mapping[str, Paper]]) -> str:
     return columns(cases, _CASE | {title: size(name) for title, name in fields.items()})
 
 
-def _largest(what: str) -> Callable[[Sequence[Mapping[str, Paper]]], str]:
-    """Make the table of the longest sequence or the largest batch of every method, with the simulated peak in GB."""
+def _sequences(cases: Sequence[Mapping[str, Paper]]) -> str:
+    """Lay out the longest sequence of every method, and the tokens of a step of all devices where these are more."""
 
     def of_method(method: str) -> Cell:
         def cell(case: Mapping[str, Paper]) -> str:
             row = case[method]
             if row.status != "ok":
                 return row.status
-            peak = getattr(row, f"{what}_peak")
-            return f"{getattr(row, what):,} ({peak / 1e9:.1f})" if peak else "none"
+            together = f" ({row.tokens:,})" if row.tokens > row.sequence else ""
+            return f"{row.sequence:,}{together}" if row.sequence else "none"
 
         return cell
 
     titles = {method: "checkpointed, loss in chunks" if method == "chunked" else method for method in METHODS}
-    return lambda cases: columns(cases, _CASE | {title: of_method(method) for method, title in titles.items()})
+    spec = _CASE | {title: of_method(method) for method, title in titles.items()}
+    return columns(cases, spec | {"fitted, GB on the host": lambda case: number(case["fitted"].host, ".0f", 1e-9)})
 
 
 def _paper_plans(cases: Sequence[Mapping[str, Paper]]) -> str:
@@ -365,8 +366,7 @@ TABLES: dict[str, Table] = {
         for model in ("8b", "70b")
         for part, make in {
             "needed": _needed,
-            "sequences": _largest("sequence"),
-            "batches": _largest("batch"),
+            "sequences": _sequences,
             "plans": _paper_plans,
         }.items()
     },

@@ -1,4 +1,4 @@
-"""How far LLaMAs of 8 and 70 billion weights get on devices of 24 and 80 GB, without weights and without the devices.
+"""How far LLaMAs of 8 and 70 billion weights get on 1 to 64 devices of 80 GB, without weights and without the devices.
 
 Every step is simulated on a model on the meta device. Bytes are the maximum, over the moments of a step, of what grows
 by a line with the size of the batch: a convex function. So a secant finds the largest size, and a size is known to be
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,14 @@ MODELS: dict[str, Shape] = {
     "70b": _shape(8192, 28672, layers=80, heads=64, pairs=8, words=128256),
     "tiny": _shape(64, 192, layers=3, heads=4, pairs=2, words=512),
 }
-PLACES: dict[str, tuple[str, library.Shards | None]] = {
-    "1 x 24 GB": ("24GB", None),
-    "1 x 80 GB": ("80GB", None),
-    "8 x 80 GB": ("80GB", library.Shards(8)),
-    "8 x 80 GB, offloaded": ("80GB", library.Shards(8, cpu_offload=True)),
+GB_ON_HOST = 240  # for each device: 1.9 TB for eight
+# Memory, how a step is divided, and the number of devices.
+PLACES: dict[str, tuple[str, library.Shards | None, int]] = {
+    "1 x 80 GB": ("80GB", None, 1),
+    "8 x 80 GB": ("80GB", library.Shards(8), 8),
+    "8 x 80 GB, one sequence": ("80GB", library.Shards(8, context=8), 8),
+    "8 x 80 GB, one sequence, offloaded": ("80GB", library.Shards(8, cpu_offload=True, context=8), 8),
+    "64 x 80 GB, one sequence": ("80GB", library.Shards(64, context=64), 64),
 }
 
 
@@ -68,12 +71,11 @@ def texts(batch: int, sequence: int, device: str = "meta") -> dict[str, torch.Te
 
 
 GRAIN = 256  # sequence lengths are multiples of it
-SEQUENCE = 4096  # of the batches
-MEASURED = 32768  # tokens of the sequence that the options of blocks are measured with
-MAX_NOISE = 1.0
+MEASURED = 32768  # tokens of a rank's sequence that a step is measured with first
 SEED = 0
 LARGE = ("8b", "70b")
 METHODS = ("exact", "checkpointed", "chunked", "packed", "fitted")
+EXACT = ("keep", "recompute", "offload", "tile")
 ADAMW = partial(AdamW, fused=True)
 
 
@@ -87,9 +89,9 @@ class Paper(Origin):
     method: str  # of :data:`METHODS`
     status: str = "ok"  # "ok", or "does not fit" if what is needed beside activations exceeds the memory
     sequence: int = 0  # the longest sequence at batch 1; 0 if not even the shortest fits
-    sequence_peak: int | None = None  # bytes of the training process with it
-    batch: int = 0  # the largest batch of sequences of 4096 tokens
-    batch_peak: int | None = None  # bytes of the training process with it
+    tokens: int = 0  # of a step of all devices with it
+    peak: int | None = None  # bytes of the training process with it
+    host: int = 0  # bytes that wait in the host's memory
     memory: int = 0  # the device's, bytes
     needed: int = 0  # bytes at the optimizer's step: all of the following but "transient"
     parameters: int = 0  # bytes of the parameters
@@ -98,23 +100,24 @@ class Paper(Origin):
     gathered: int = 0  # bytes that ``fully_shard`` holds unsharded
     transient: int = 0  # bytes that AdamW's step would make in addition without ``fused=True``
     plan: str = ""  # how many blocks have each option
-    simulations: int = 0  # number of steps that were simulated for the method, without those that measure options
-    seconds: float = 0.0  # time of it, with those
+    seconds: float = 0.0  # time of all methods
     seed: int = SEED  # of the random numbers, on which no byte depends
 
 
 def place(model: str, device: str) -> Iterator[dict[str, Any]]:
-    """Find the largest sizes of a model on a device, with all weights trained and with adapters.
+    """Find the longest sequences of a model on some devices, with all weights trained and with adapters.
 
     Adapters are not offloaded: their gradients and state are small.
     """
-    memory, shards = PLACES[device]
+    memory, shards, devices = PLACES[device]
     torch.manual_seed(SEED)
     for trained, make in (("all", llama), ("LoRA", with_adapters)):
         if trained == "LoRA" and shards is not None and shards.cpu_offload:
             continue
-        for row in rows(make(MODELS[model]), library.read_bytes("memory", memory), shards):
-            yield {"model": model, "trained": trained, "place": device, **row}
+        begin, found = time.perf_counter(), make(MODELS[model])
+        for row in rows(found, library.read_bytes("memory", memory), shards):
+            common = {"model": model, "trained": trained, "place": device, "seconds": time.perf_counter() - begin}
+            yield {**common, "tokens": row.get("sequence", 0) * devices // (shards.context if shards else 1), **row}
 
 
 def rows(model: nn.Module, memory: int, shards: library.Shards | None) -> Iterator[dict[str, Any]]:
@@ -129,26 +132,32 @@ def rows(model: nn.Module, memory: int, shards: library.Shards | None) -> Iterat
     if needed >= memory:
         yield from ({"method": method, "status": "does not fit", **common} for method in METHODS)
         return
-    with library.quiet():
-        begin = time.perf_counter()
+    found = by_method(model, memory, shards)
+    yield from ({"method": method, **common, **found[method]} for method in METHODS)
+
+
+def by_method(model: nn.Module, memory: int, shards: library.Shards | None) -> dict[str, dict[str, Any]]:
+    context = shards.context if shards else 1
+    best = library.max_length(
+        model, texts(1, GRAIN), memory, optimizer=ADAMW, allow=EXACT, host_memory=f"{GB_ON_HOST}GB",
+        shards=shards, multiple=GRAIN, progress=False,
+    )  # fmt: skip
+    found: dict[str, dict[str, Any]] = {
+        "exact": {"sequence": best.exact},
+        "checkpointed": {"sequence": best.checkpointed},
+        "fitted": {"sequence": best.length, "peak": best.peak, "host": best.host_bytes},
+    }
+    if best.plan is not None:
+        found["fitted"]["plan"] = counts(best.plan.blocks)
+    with library.quiet(), library.divided(model, shards):
         work = library.Fitting(model, texts(1, MEASURED), memory, optimizer=ADAMW, shards=shards)
-        work.add_options(MAX_NOISE)
-        for row in by_method(work):
-            yield {**common, **row, "seconds": time.perf_counter() - begin}
-            begin = time.perf_counter()
-
-
-def by_method(work: library.Fitting) -> Iterator[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for method, plan in plans(work).items():
-        found.append(_Sizes(work, plan).row())
-        if method == "fitted":  # which may do what the others do
-            furthest = max(reversed(found), key=lambda row: (row["sequence"], row["batch"]))
-            found[-1] |= {name: furthest[name] for name in ("sequence", "sequence_peak", "batch", "batch_peak", "plan")}
-        yield {"method": method, **found[-1]}
+        for method, plan in plans(work).items():
+            found[method] = longest(work, plan, context)
+    return found
 
 
 def plans(work: library.Fitting) -> dict[str, library.BlockPlan]:
+    """Make the plans that are no choice of ``fit`` among exact ones: every block recomputed or packed, with chunks."""
     blocks, conversions = work.costs.blocks, work.candidates.conversions
     known = {setting.name: setting for setting in library.SETTINGS}
 
@@ -160,43 +169,28 @@ def plans(work: library.Fitting) -> dict[str, library.BlockPlan]:
     again = [library.PlannedBlock(one.name, library.KEEP if one.writes_input else library.RECOMPUTE) for one in blocks]
     heads = {one.name for one in blocks if "logits" in conversions.operations[one.name].values()}
     chosen = {
-        "exact": [library.PlannedBlock(one.name, library.KEEP) for one in blocks],
-        "checkpointed": again,
         "chunked": [converted(row.name, "others") if row.name in heads else row for row in again],
         "packed": [converted(one.name, "tenth") for one in blocks],
     }
-    options = work.proposals.options
-    indices = library.choose(options, library.least(options), work.cost, solver="rounded") or []
-    chosen["fitted"] = [rows[index] for rows, index in zip(work.proposals.rows, indices, strict=True)]
     return {method: work.proposals.plan_of(rows) for method, rows in chosen.items()}
 
 
-class _Sizes:
-    def __init__(self, work: library.Fitting, plan: library.BlockPlan) -> None:
-        self.work, self.plan = work, plan
-        self.known: dict[tuple[int, int], int] = {}  # batch and sequence to bytes
+def longest(work: library.Fitting, plan: library.BlockPlan, context: int) -> dict[str, Any]:
+    """Return the longest sequence of a plan, and its peak; like blocks stand for one another but in the last step."""
 
-    def peak(self, batch: int, sequence: int) -> int:
-        if (batch, sequence) not in self.known:
-            with self.plan.applied() as planned:
-                step = library.watch(planned, texts(batch, sequence), held=self.work.proposals.held)[0]
-            self.known[batch, sequence] = self.work.before + step.bytes
-        return self.known[batch, sequence]
+    def estimate(count: int) -> int:
+        example = texts(1, GRAIN * count // context)
+        return work.before + replace(work.proposals, example=example).estimate(plan.blocks).bytes
 
-    def row(self) -> dict[str, Any]:
-        """The sizes, their peaks, and what it took to find them."""
-        memory = self.work.total or 0
-        length = GRAIN * largest(lambda count: self.peak(1, GRAIN * count), memory, SEQUENCE // GRAIN)
-        batch = length // SEQUENCE
-        batch = largest(lambda count: self.peak(count, SEQUENCE), memory, batch) if batch else 0
-        return {
-            "sequence": length,
-            "sequence_peak": self.peak(1, length) if length else None,
-            "batch": batch,
-            "batch_peak": self.peak(batch, SEQUENCE) if batch else None,
-            "plan": counts(self.plan.blocks),
-            "simulations": len(self.known),
-        }
+    memory = work.total or 0
+    count = largest(estimate, memory, MEASURED // GRAIN * context)
+    while count:
+        with plan.applied() as planned:
+            step = library.watch(planned, texts(1, GRAIN * count // context), held=work.proposals.held)[0]
+        if work.before + step.bytes <= memory:
+            return {"sequence": GRAIN * count, "peak": work.before + step.bytes, "plan": counts(plan.blocks)}
+        count = min(count - 1, count * memory // (work.before + step.bytes))
+    return {"plan": counts(plan.blocks)}
 
 
 def largest(bytes_of: Callable[[int], int], memory: int, guess: int) -> int:

@@ -17,7 +17,7 @@ from rmm_linear.command.models import model_on_meta, random_batch
 from rmm_linear.fitting.longest import LongestSequence, max_length
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.search import check_size
-from rmm_linear.fitting.shards import Shards
+from rmm_linear.planning.step.shards import Shards
 
 _OPTIMIZERS = {**OPTIMIZERS, "adamw": partial(torch.optim.AdamW, fused=True)}
 
@@ -51,7 +51,7 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
         arguments.memory,
         batch_size=arguments.batch_size,
         optimizer=_OPTIMIZERS[arguments.optimizer],
-        shards=Shards(1, cpu_offload=True) if arguments.offload_state else None,
+        shards=_shards(arguments),
         allow=ALLOW if arguments.allow is None else arguments.allow,
         host_memory=arguments.host_memory,
         bandwidth=arguments.bandwidth,
@@ -59,6 +59,12 @@ def _found(arguments: argparse.Namespace) -> LongestSequence:
         progress=arguments.progress,
     )
     return replace(found, notes=(*notes, *found.notes))
+
+
+def _shards(arguments: argparse.Namespace) -> Shards | None:
+    ranks = arguments.ranks or (1 if arguments.offload_state else None)
+    found = Shards(ranks, arguments.offload_state, arguments.context, tensor=arguments.tensor)
+    return None if found == Shards() else found
 
 
 def _said(arguments: argparse.Namespace) -> str:
@@ -69,4 +75,6 @@ def _said(arguments: argparse.Namespace) -> str:
         "qlora": f"{adapters}linear layers in 4 bits, other weights in bfloat16.",
     }
     state = " Parameters, gradients and the optimizer's state lie on the host." if arguments.offload_state else ""
-    return wrapped(f"{trained[arguments.method]} Optimizer: {arguments.optimizer}.{state}")
+    shards = _shards(arguments)
+    devices = f" Divided among devices: {shards}." if shards is not None and shards != Shards(1, True) else ""
+    return wrapped(f"{trained[arguments.method]} Optimizer: {arguments.optimizer}.{state}{devices}")

@@ -186,6 +186,9 @@ def _add_longest(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep parameters, gradients and the optimizer's state on the host, and a layer at a time on the device",
     )
+    command.add_argument("--ranks", type=int, help="devices that share parameters, by fully_shard (default: none)")
+    command.add_argument("--context", type=int, default=1, help="devices that share a sequence (default: %(default)s)")
+    command.add_argument("--tensor", type=int, default=1, help="devices that share linear layers, in addition")
     command.add_argument(
         "--allow",
         nargs="+",

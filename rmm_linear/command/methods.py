@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 from rmm_linear._support.validation import check_integer
 from rmm_linear.command.models import batch_for, check_batch, model_on_meta, random_model, running
 from rmm_linear.fitting.quantised import as_quantised
-from rmm_linear.fitting.resize import usable_positions
 from rmm_linear.memory.inputs import call_with, restored
+from rmm_linear.planning.step.resize import usable_positions
 
 _LARGE = 3e8  # weights: larger models are simulated without them
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}

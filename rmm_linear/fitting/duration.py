@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rmm_linear.fitting import noise, times
 from rmm_linear.fitting.options import Candidates
-from rmm_linear.fitting.resize import sequences_of
 from rmm_linear.planning.blocks.find import alike
 from rmm_linear.planning.blocks.measure import expect_steps, step_seconds
 from rmm_linear.planning.blocks.plan import CONVERT
+from rmm_linear.planning.step.resize import sequences_of
 
 _JUDGED = 3.0  # plans that are solved for and simulated
 _OVERHEAD = 0.3  # of a step, in a pass over few of its sequences

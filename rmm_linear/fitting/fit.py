@@ -20,11 +20,12 @@ from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.ranks import Member, ranks_of
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.resident import resident
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory.inputs import check_example
 from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
+from rmm_linear.planning.step.divided import divided, part_of
 from rmm_linear.planning.step.sharded import is_sharded
+from rmm_linear.planning.step.shards import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ def fit(
             machine's memory.
         bandwidth: Of the link to the host in each direction: bytes per second, or a text such as "25GB/s". None: it is
             measured on an accelerator, files are timed, and it is 25 GB/s for a model on the meta device.
-        shards: That the model will be sharded by ``fully_shard``: bytes are those of one rank.
+        shards: How the step will be divided among devices, of which bytes are then those of one; not with ``stages``.
+            Whatever divides more than parameters is planned for a model on the meta device.
         accumulate: Whether the gradients of earlier batches are there when a step begins, as with gradient
             accumulation, or where ``zero_grad(set_to_none=False)`` leaves them.
         checkpointing: "replace" turns the model's activation checkpointing off, as the plan chooses what is recomputed;
@@ -120,16 +122,25 @@ def fit(
 
     def check() -> None:
         check_arguments(
-            model, memory, allow, time, objective, max_noise, checkpointing, example, may_be_sharded=shards is None
-        )
+            model, memory, allow, time, objective, max_noise, checkpointing, example, shards,
+            may_be_sharded=shards is None,
+        )  # fmt: skip
 
     def planned(on_ranks: Any = None) -> FitReport:
-        work = Fitting(
-            model, example, None if memory == LEAST else memory,
-            optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
-            bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing, on_ranks=on_ranks,
-        )  # fmt: skip
-        return _chosen(work, memory, allow, time, max_noise)
+        has_other_sizes = shards is not None and shards.tensor > 1
+        with divided(model, shards):
+            work = Fitting(
+                model, part_of(example, shards), None if memory == LEAST else memory,
+                optimizer=optimizer, allow=allow, objective=objective, folder=folder, host_memory=host_memory,
+                bandwidth=bandwidth, shards=shards, accumulate=accumulate, checkpointing=checkpointing,
+                on_ranks=on_ranks,
+            )  # fmt: skip
+            report = _chosen(work, memory, allow, time, max_noise)
+            if has_other_sizes:
+                report.plan.revert()
+        if has_other_sizes:
+            report.plan.apply(model)
+        return report
 
     ranks = ranks_of(model)
     if ranks is None:
@@ -180,11 +191,17 @@ def check_arguments(
     max_noise: float = 1.0,
     checkpointing: str = REPLACE,
     example: Any = None,
+    shards: Shards | None = None,
     *,
     may_be_sharded: bool = False,
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
     check_model(model)
+    if shards is not None and shards.stages > 1:
+        raise ValueError(
+            f"A plan is for one module that runs as a whole, got stages={shards.stages}. Plan the module of each stage "
+            "by itself; planning.simulate(model, batch, shards=...) has the peak of a stage of a whole model."
+        )
     if example is not None:
         check_example(model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model, example)
     check_checkpointing(checkpointing)

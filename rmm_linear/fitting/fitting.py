@@ -17,7 +17,6 @@ from rmm_linear.fitting.options import ALLOW, Candidates
 from rmm_linear.fitting.report import FitReport, RankPeak
 from rmm_linear.fitting.resident import resident
 from rmm_linear.fitting.settings import Conversions
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.memory.inputs import LossOfBatch
 from rmm_linear.planning.blocks.measure import measure
 from rmm_linear.planning.blocks.plan import KEEP, OFFLOAD, BlockPlan
@@ -25,6 +24,7 @@ from rmm_linear.planning.blocks.proposals import Proposals
 from rmm_linear.planning.blocks.solve import Option, choose, least, peak_of
 from rmm_linear.planning.budget import BudgetError, read_budget, shown_budget, shown_least
 from rmm_linear.planning.step.sharded import runs_alone
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import has_memory
 
 _TRIES = 4

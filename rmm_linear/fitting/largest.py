@@ -18,10 +18,11 @@ from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
-from rmm_linear.fitting.resize import resized, sequences_of
 from rmm_linear.fitting.search import Sizes, SizeSearch, check_size
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.step.divided import divided, part_of
+from rmm_linear.planning.step.resize import resized, sequences_of
+from rmm_linear.planning.step.shards import Shards
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +95,7 @@ def max_batch(
         folder: As for :func:`rmm_linear.fit`.
         host_memory: As for :func:`rmm_linear.fit`.
         bandwidth: As for :func:`rmm_linear.fit`.
-        shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
+        shards: As for :func:`rmm_linear.fit`; the batch is that of one rank, or of all that share a sequence.
         checkpointing: As for :func:`rmm_linear.fit`.
         progress: As for :func:`rmm_linear.fit`.
 
@@ -113,8 +114,11 @@ def max_batch(
         True
     """
     check_size(memory)
-    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
-    with reporting("max_batch", progress), uncheckpointed(model, checkpointing), quiet():
+    check_arguments(
+        model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example, shards=shards
+    )
+    with reporting("max_batch", progress), uncheckpointed(model, checkpointing), quiet(), divided(model, shards):
+        example = part_of(example, shards)
         count = max(sequences_of(example), 2)
         sizes = Sizes(partial(resized, example), count // 2, count)
         work = Fitting(

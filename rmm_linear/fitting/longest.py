@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from torch import nn
@@ -18,11 +19,12 @@ from rmm_linear.context.checkpointing import REPLACE, uncheckpointed
 from rmm_linear.fitting.fit import check_arguments
 from rmm_linear.fitting.fitting import Fitting
 from rmm_linear.fitting.options import ALLOW
-from rmm_linear.fitting.resize import length_of, lengthened, resized, usable_positions
 from rmm_linear.fitting.search import MOST, Sizes, SizeSearch, check_size
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.step.divided import divided
+from rmm_linear.planning.step.resize import length_of, lengthened, resized, usable_positions
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.watch import watch
 
@@ -141,9 +143,10 @@ def max_length(
         folder: As for :func:`rmm_linear.fit`.
         host_memory: As for :func:`rmm_linear.fit`.
         bandwidth: As for :func:`rmm_linear.fit`.
-        shards: As for :func:`rmm_linear.fit`; the batch is that of one rank.
+        shards: As for :func:`rmm_linear.fit`; the batch is that of one rank, or of all that share a sequence, whose
+            whole length counts.
         checkpointing: As for :func:`rmm_linear.fit`.
-        multiple: Lengths are multiples of it.
+        multiple: Lengths are multiples of it, and of twice the number of ranks that share a sequence.
         progress: As for :func:`rmm_linear.fit`.
 
     Returns:
@@ -162,21 +165,26 @@ def max_length(
         True
     """
     check_size(memory)
-    check_arguments(model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example)
+    check_arguments(
+        model, memory, allow, max_noise=max_noise, checkpointing=checkpointing, example=example, shards=shards
+    )
     check_integer("batch_size", batch_size)
     check_integer("multiple", multiple)
+    context = 1 if shards is None else shards.context
+    multiple = lcm(multiple, 2 * context) if context > 1 else multiple
     positions = usable_positions(model)
     most = MOST if positions is None else positions // multiple
     if most < 2:
         raise ValueError(f"multiple must be at most half of the model's {positions} positions, got {multiple}.")
-    with reporting("max_length", progress), uncheckpointed(model, checkpointing), quiet():
+    with reporting("max_length", progress), uncheckpointed(model, checkpointing), quiet(), divided(model, shards):
         batch, tokens = resized(example, batch_size), length_of(example)
         if not has_memory(model):
-            first = min(_FIRST, most * multiple)
+            first = min(_FIRST, most * multiple // context)
             peak = watch(model, lengthened(batch, first))[0].bytes
-            tokens = max(first, _SHARE * read_bytes("memory", memory) * first // peak // _FIRST * _FIRST)
+            tokens = max(first, _SHARE * read_bytes("memory", memory) * first // peak // _FIRST * _FIRST) * context
         large = min(max(tokens // multiple, 2), most)
-        sizes = Sizes(lambda count: lengthened(batch, count * multiple), large // 2, large, most, _TOLERANCE)
+        part = multiple // context  # of a rank
+        sizes = Sizes(lambda count: lengthened(batch, count * part), large // 2, large, most, _TOLERANCE)
         work = Fitting(
             model, sizes.batch(large), memory, optimizer=optimizer, allow=allow, folder=folder,
             host_memory=host_memory, bandwidth=bandwidth, shards=shards, checkpointing=checkpointing,

@@ -17,12 +17,12 @@ from rmm_linear._support.sizes import show_both, show_bytes
 from rmm_linear._support.tables import keyed, table, wrapped
 from rmm_linear.fitting.described import described, described_batch
 from rmm_linear.fitting.fit import check_whole
-from rmm_linear.fitting.resize import sequences_of
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.fitting.step_memory import StepMemory, step_memory
 from rmm_linear.fitting.ways import Way, WaySearch
 from rmm_linear.memory.inputs import check_example, restored
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
+from rmm_linear.planning.step.resize import sequences_of
 from rmm_linear.planning.step.step import has_memory, needs_values
 from rmm_linear.planning.step.twin import without_weights
 

@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rmm_linear.fitting.shards import Shards, local, local_bytes, size_bytes
+from rmm_linear.fitting.shards import local, local_bytes, size_bytes
 from rmm_linear.memory.peak import LiveTensors, Peak, storages
 from rmm_linear.planning.replay.replayed import forked
+from rmm_linear.planning.step.shards import Shards
 
 _logger = logging.getLogger(__name__)
 

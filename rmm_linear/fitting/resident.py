@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rmm_linear.fitting.shards import Shards, size_bytes
-from rmm_linear.fitting.static_memory import StaticMemory, static_memory
+from rmm_linear.fitting.static_memory import StaticMemory, static_memory_of
 from rmm_linear.memory.peak import Peak, peak
 from rmm_linear.planning.step.sharded import is_sharded, reshard, untouched, whole_gradients
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import as_in_training, copied, run_step
 from rmm_linear.planning.step.watch import Held, watch
 
@@ -67,19 +67,13 @@ def resident(
     """
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
     reshard(model)
-    static = static_memory(model, optimizer, shards)
+    static = static_memory_of(model, optimizer, shards)
     static = replace(static, gathered=0) if is_sharded(model) else static
     accumulate = accumulate or (wrapped and model.gradient_as_bucket_view)
     inner = model.module if wrapped else model
     if not accumulate:
-        return Resident(inner, static, static.before_step, _held(shards), accumulates=False)
+        return Resident(inner, static, static.before_step, shards and shards.gradient_bytes, accumulates=False)
     whole = whole_gradients(model)
     if whole is not None:
         return Resident(inner, static, static.before_step + whole, None, accumulates=False)
     return Resident(inner, static, static.before_step + static.gradients, lambda parameter: 0, accumulates=True)
-
-
-def _held(shards: Shards | None) -> Held | None:
-    if shards is None:
-        return None
-    return lambda p: 0 if shards.cpu_offload else size_bytes(shards.shape(p.shape), p.dtype)

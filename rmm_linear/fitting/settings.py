@@ -15,6 +15,7 @@ from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.conversion.convert import convert
 from rmm_linear.planning.blocks.find import owner_of
 from rmm_linear.planning.blocks.plan import CONVERT, TILE, PlannedBlock
+from rmm_linear.planning.step.ring import current_ring
 from rmm_linear.planning.step.step import copied
 
 SKETCH, PACK = "sketch", "pack"
@@ -77,7 +78,12 @@ class Conversions:
         except ValueError:  # nothing that saves anything
             return
         found = dict.fromkeys((name for name, layer in report.converted.items() if not layer.frozen), LINEAR)
-        found |= {name: entry.operation for name, entry in report.packed.items()}
+        # In a ring, attention runs in rounds that PyTorch makes.
+        found |= {
+            name: entry.operation
+            for name, entry in report.packed.items()
+            if entry.operation != "attention" or current_ring() is None
+        }
         for name, operation in found.items():
             if name not in self._in_eval and (block := owner_of(name, blocks)) is not None:
                 self.operations[block][name] = operation

@@ -20,51 +20,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
-from rmm_linear._support.validation import check_integer
 from rmm_linear.memory.quantized import as_held
-from rmm_linear.planning.blocks.find import find_blocks, owner_of
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A model of ``fully_shard`` on every block and on the root; see :mod:`rmm_linear.fitting.shards` for its rules.
-
-    Attributes:
-        ranks: Number of ranks that share the parameters.
-        cpu_offload: Parameters, gradients and the optimizer's state lie in the memory of the host, as with
-            ``CPUOffloadPolicy``; only what is gathered is on the device.
-
-    Raises:
-        TypeError: If ranks is no integer.
-        ValueError: If ranks is less than 1.
-
-    Example:
-        >>> Shards(4).shape(torch.Size([10, 3]))
-        torch.Size([3, 3])
-    """
-
-    ranks: int
-    cpu_offload: bool = False
-
-    def __post_init__(self) -> None:
-        check_integer("ranks", self.ranks)
-
-    def shape(self, whole: torch.Size) -> torch.Size:
-        """Return the shape of one rank's part of a parameter, with the padding.
-
-        Args:
-            whole: Shape of the parameter.
-
-        Returns:
-            The shape; that of a scalar is the same.
-        """
-        return torch.Size([-(-whole[0] // self.ranks), *whole[1:]]) if whole else whole
+from rmm_linear.planning.blocks.find import owner_of, repeated_blocks
+from rmm_linear.planning.blocks.stages import parameters_of_stage
+from rmm_linear.planning.step.shards import Shards
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -92,13 +56,13 @@ def fully_sharded(model: nn.Module) -> list[str] | None:
 def gathered_bytes(model: nn.Module, shards: Shards | None = None) -> int:
     """Return the bytes that a rank holds unsharded at the peak, in addition to its own parts; 0 for a plain model."""
     called = fully_sharded(model)
-    if called is None and shards is None:
+    if called is None and (shards is None or shards.ranks is None):
         return 0
-    blocks = _repeated_blocks(model) if called is None else called
+    blocks = repeated_blocks(model) if called is None else called
     weights: Counter[str | None] = Counter()
     gradients: Counter[str | None] = Counter()
     order: dict[str, None] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters_of_stage(model, shards):
         block = owner_of(name, blocks)
         weights[block] += _gathered(parameter, shards)
         gradients[block] += _gathered(parameter, shards) * parameter.requires_grad
@@ -112,24 +76,9 @@ def _gathered(parameter: Tensor, shards: Shards | None) -> int:
     """Return the bytes of a whole parameter, with the padding of all ranks."""
     held = as_held(parameter)[0]
     whole = size_bytes(held.shape, held.dtype)
-    return whole if shards is None else size_bytes(shards.shape(held.shape), held.dtype) * shards.ranks
+    return size_bytes(shards.shape(held.shape), held.dtype) * shards.ranks if shards and shards.ranks else whole
 
 
 def _worst(weights: Sequence[int], gradients: Sequence[int]) -> int:
     before, after = [0, *weights], [*gradients[1:], 0]
     return max((sum(each) for each in zip(before, weights, gradients, after, strict=False)), default=0)
-
-
-def _repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the blocks that are entries of a list of like modules; all blocks, if there is no such list."""
-    blocks = find_blocks(model)
-    kinds = {block: _kind(model, block) for block in blocks}
-    counts = Counter(kinds.values())
-    repeated = [block for block in blocks if kinds[block] is not None and counts[kinds[block]] > 1]
-    return repeated or blocks
-
-
-def _kind(model: nn.Module, block: str) -> tuple[str, type[nn.Module]] | None:
-    parent, module = block.rpartition(".")[0], model.get_submodule(block)
-    listed = isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    return (parent, type(module)) if listed and any(module.children()) else None

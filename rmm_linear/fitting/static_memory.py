@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear.fitting.optimizer_state import OptimizerMemory, optimizer_memory, state_on
-from rmm_linear.fitting.shards import Shards, gathered_bytes, local, local_bytes
+from rmm_linear.fitting.shards import gathered_bytes, local, local_bytes
 from rmm_linear.memory.peak import parts, storages
 from rmm_linear.memory.quantized import as_held, states
+from rmm_linear.planning.blocks.stages import parameters_of_stage
+from rmm_linear.planning.step.shards import Shards
+from rmm_linear.planning.step.tensor_parallel import tensor_parallel_sizes
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     model: One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor``
     parameters), the local parts count, and what ``fully_shard`` gathers. optimizer: An instance, a class that will
     update all parameters that require a gradient, or a callable that makes one; None counts nothing. shards: How
-    ``fully_shard`` will divide the model, see :class:`Shards`.
+    the model will be divided, see :class:`Shards`.
 
     Example:
         >>> from torch.optim import SGD
@@ -77,10 +80,16 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
         >>> needed.parameters, needed.gradients, needed.optimizer, needed.before_step
         (40, 40, 0, 40)
     """
+    with tensor_parallel_sizes(model, shards):
+        return static_memory_of(model, optimizer, shards)
+
+
+def static_memory_of(model: nn.Module, optimizer: Any, shards: Shards | None) -> StaticMemory:
+    """Do it for a model that has the sizes of tensor parallelism already."""
     everything = [*model.parameters(), *model.buffers()]
     _check(model, everything, shards)
     accelerated = any(_device_type(tensor) not in ("cpu", "meta") for tensor in everything)
-    counted = [parameter for parameter in model.parameters() if state_on(parameter, accelerated)]
+    counted = [parameter for _, parameter in parameters_of_stage(model, shards) if state_on(parameter, accelerated)]
     trained = [parameter for parameter in counted if parameter.requires_grad]
     weights = [as_held(parameter) for parameter in counted]
     parameters = [part for weight, _ in weights for part in parts(local(weight.detach()))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from rmm_linear._support.sizes import show_bytes
 from rmm_linear._support.tables import keyed, table, wrapped
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.memory.peak import GRADIENTS, RECOMPUTED, SAVED, TEMPORARY, Peak
+from rmm_linear.planning.step.sharded import is_sharded
 from rmm_linear.planning.step.watch import watch
 
 OPTIMIZER_STEP = "optimizer's step"
@@ -151,4 +152,5 @@ def step_memory(model: nn.Module, example: Any, static: StaticMemory, *, accumul
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     passes = watch(inner, example, held=(lambda parameter: 0) if accumulate else None)[0]
+    static = replace(static, gathered=0) if is_sharded(inner) else static  # what is gathered is in the step
     return StepMemory(static, passes, accumulate)

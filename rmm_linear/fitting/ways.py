@@ -23,13 +23,13 @@ from rmm_linear.conversion.exact import converted_modules, revert
 from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.options import ALLOW
 from rmm_linear.fitting.remedies import remedies
-from rmm_linear.fitting.resize import resized, sequences_of
 from rmm_linear.fitting.static_memory import StaticMemory
 from rmm_linear.fitting.step_memory import StepMemory
 from rmm_linear.planning.blocks.plan import CONVERT, KEEP, OFFLOAD, BlockPlan, label_of
 from rmm_linear.planning.blocks.plan_blocks import plan_blocks
 from rmm_linear.planning.budget import LEAST, BudgetError
 from rmm_linear.planning.step.flash import as_on_gpu
+from rmm_linear.planning.step.resize import resized, sequences_of
 from rmm_linear.planning.step.twin import without_weights
 from rmm_linear.planning.step.watch import watch
 

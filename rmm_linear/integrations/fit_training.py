@@ -23,7 +23,6 @@ from rmm_linear.fitting.fit import fit
 from rmm_linear.fitting.ranks import Processes, ranks_of
 from rmm_linear.fitting.report import FitReport
 from rmm_linear.fitting.resident import resident
-from rmm_linear.fitting.resize import length_of, lengthened, usable_positions
 from rmm_linear.integrations.fit_settings import as_json, read_fit
 from rmm_linear.integrations.saved_plans import plan_of
 from rmm_linear.integrations.trainers import (
@@ -37,6 +36,7 @@ from rmm_linear.memory.inputs import restored, rows_in
 from rmm_linear.planning.blocks.applied import offloaded
 from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.budget import BudgetError
+from rmm_linear.planning.step.resize import length_of, lengthened, usable_positions
 from rmm_linear.planning.step.sharded import is_sharded, silent
 from rmm_linear.planning.step.step import loss_of
 

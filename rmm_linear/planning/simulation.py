@@ -8,13 +8,22 @@ from torch import nn
 
 from rmm_linear.memory.peak import Peak
 from rmm_linear.planning.blocks.plan import BlockPlan
+from rmm_linear.planning.blocks.stages import simulate_stage
 from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.graphs.plan import GraphPlan
+from rmm_linear.planning.step.divided import divided, part_of
+from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.watch import watch
 from rmm_linear.planning.step.workspace import Workspace
 
 
-def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: Workspace | None = None) -> Peak:
+def simulate(
+    model: nn.Module | BlockPlan | GraphPlan,
+    example: Any,
+    workspace: Workspace | None = None,
+    *,
+    shards: Shards | None = None,
+) -> Peak:
     """Predict the peak memory of a training step without its memory.
 
     A forward and a backward pass run on fake tensors, and the bytes of all tensors that operators make are added up:
@@ -39,6 +48,7 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
             function that runs the model on one and returns its output or loss; such a function holds its tensors on
             the CPU. Without a loss, the sum of all outputs is differentiated.
         workspace: Bytes that operators take beyond their results, to be added; None leaves them out.
+        shards: How the step is divided among devices, of a model that is no plan: bytes are those of one of them.
 
     Returns:
         Bytes, the moment of the peak, the bytes of every module at that moment, and memory over time. Modules of a plan
@@ -46,7 +56,7 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
 
     Raises:
         ValueError: If the model is compiled, no output depends on a trained parameter, or a converted model on the meta
-            device has norm estimators, which learn from values.
+            device has norm estimators, which learn from values; or if the step cannot be divided so.
 
     Example:
         >>> import torch
@@ -59,6 +69,14 @@ def simulate(model: nn.Module | BlockPlan | GraphPlan, example: Any, workspace: 
             "or the model itself."
         )
     if isinstance(model, BlockPlan | GraphPlan):
+        if shards is not None:
+            raise ValueError(
+                "shards divide the step of a model, got a plan. Apply it, and simulate the model: plan.apply()."
+            )
         return model.simulated(example, workspace)
     check_model(model)
-    return watch(model, example, workspace)[0]
+    with divided(model, shards):
+        part = part_of(example, shards)
+        if shards is not None and shards.stages > 1:
+            return simulate_stage(model, part, shards, workspace)
+        return watch(model, part, workspace, None if shards is None else shards.gradient_bytes)[0]

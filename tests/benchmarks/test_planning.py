@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.planning import fit_paper, sweep
 from benchmarks.planning.compiled import SAME_SHARE, THEIR_PEAK, TORCH, Compiled
 from benchmarks.planning.fit_frontier import Fitted
-from benchmarks.planning.fit_paper import METHODS, MODELS, SEQUENCE, by_method, largest, llama, plans, texts
+from benchmarks.planning.fit_paper import METHODS, MODELS, by_method, largest, llama, plans, texts
 from benchmarks.planning.fit_steps import FIT, live_peak, recompute_segments, step_of
 from benchmarks.planning.fit_steps import MODELS as FITTED_MODELS
 from benchmarks.planning.networks import PUBLISHED, large
 from benchmarks.records import RESULTS, read_rows
 from benchmarks.suites.models import twin
+from rmm_linear import Shards
 from rmm_linear.fitting.fitting import Fitting
-from rmm_linear.fitting.options import ALLOW
 from rmm_linear.memory import peak
 from rmm_linear.planning import simulate
 from rmm_linear.planning.blocks.plan import BlockPlan
@@ -31,7 +31,6 @@ from rmm_linear.planning.step.step import run_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::FutureWarning")
 MEMORY, TINY = 40_000_000, MODELS["tiny"]
-Made = tuple[Fitting, dict[str, BlockPlan]]
 
 
 def test_a_wrong_gradient_of_a_sweep_is_not_timed(tmp_path: Path) -> None:
@@ -95,45 +94,25 @@ def test_plans_that_are_published_fit_and_were_predicted() -> None:
 
 
 @pytest.fixture(scope="module")
-def made() -> Made:
-    """The tiny LLaMA with the options of its blocks, and the plans of all methods."""
-    return made_of(ALLOW)
-
-
-def made_of(allow: tuple[str, ...]) -> Made:
-    work = Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW, allow=allow)
-    work.add_options(1.0)
-    return work, plans(work)
-
-
-@pytest.fixture(scope="module")
-def methods() -> dict[str, BlockPlan]:
-    """The plans of methods that take no options of their own."""
-    return made_of(("keep", "recompute"))[1]
+def work() -> Fitting:
+    """The tiny LLaMA's exact step."""
+    return Fitting(llama(TINY), texts(1, fit_paper.MEASURED), MEMORY, optimizer=fit_paper.ADAMW)
 
 
 @pytest.mark.thorough
-def test_no_method_reaches_further_than_the_fitted_plan_or_the_memory(made: Made) -> None:
-    found = {row["method"]: row for row in by_method(made[0])}
-    assert tuple(found) == METHODS
-    for row in found.values():
-        assert row["sequence"] <= found["fitted"]["sequence"]
-        assert (row["batch"] > 0) == (row["sequence"] >= SEQUENCE)
+@pytest.mark.parametrize("shards", [None, Shards(8, context=8)])
+def test_methods_reach_as_far_as_the_memory(shards: Shards | None) -> None:
+    found = by_method(llama(TINY), MEMORY, shards)
+    assert found.keys() == {*METHODS}
     assert 0 < found["exact"]["sequence"] < found["checkpointed"]["sequence"] < found["chunked"]["sequence"]
-    for method in METHODS[:-1]:
-        row, plan = found[method], made[1][method]
-
-        def total(batch: int, sequence: int, plan: BlockPlan = plan) -> int:
-            return made[0].before + simulate(plan, texts(batch, sequence)).bytes
-
-        assert total(1, row["sequence"]) == row["sequence_peak"] <= MEMORY
-        assert total(1, row["sequence"] + fit_paper.GRAIN) > MEMORY
-        assert (row["batch_peak"] or 0) <= MEMORY < total(row["batch"] + 1, SEQUENCE)
+    assert found["chunked"]["sequence"] < found["fitted"]["sequence"]
+    for method in ("chunked", "packed", "fitted"):
+        assert 0.9 * MEMORY < found[method]["peak"] <= MEMORY
 
 
-@pytest.mark.parametrize("method", ["checkpointed", "packed"])
-def test_simulations_take_the_bytes_of_real_steps(methods: dict[str, BlockPlan], method: str) -> None:
-    plan = methods[method]
+@pytest.mark.parametrize("method", ["chunked", "packed"])
+def test_simulations_take_the_bytes_of_real_steps(work: Fitting, method: str) -> None:
+    plan = plans(work)[method]
     simulated = simulate(plan, texts(2, 512)).bytes
     torch.manual_seed(0)
     real: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**TINY, use_cache=False), dtype=torch.bfloat16)

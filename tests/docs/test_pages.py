@@ -20,7 +20,7 @@ from transformers import (
 from rmm_linear import RMMConfig, RMMLinear
 from rmm_linear.planning.chains.schedules import recomputed
 
-LONG = ("docs/planning/long-context.md", "docs/planning/paper-sizes.md", "docs/planning/fit.md")  # many simulated steps
+LONG = tuple(f"docs/planning/{page}.md" for page in ("distributed", "fit", "long-context", "paper-sizes"))  # many steps
 WITH_SNIPPETS = [
     pytest.param(page, marks=[pytest.mark.thorough] * (name(page) in LONG), id=name(page))
     for page in PAGES
@@ -105,6 +105,7 @@ PRINTS = {
     "docs/planning/distributed.md": [
         r"rmm_linear fit: peak=.* budget=",
         r"their time is not known for a sharded model",
+        r"^Shards\(stages=2, microbatches=8\) rmm_linear: peak=",
     ],
     "docs/planning/compile.md": [r"^rmm_linear fit: peak="],
     "docs/planning/tiles.md": [r"^rmm_linear: tiled=7 norms=5 ", r"^peak: "],

@@ -13,8 +13,8 @@ from planning_graph_helpers import real_peak
 from torch import nn
 
 import rmm_linear
-from rmm_linear.fitting.resize import resized
 from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.planning.step.resize import resized
 
 FEW, MANY = (
     settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])

@@ -12,8 +12,8 @@ from torch import nn
 
 import rmm_linear
 from rmm_linear.fitting import search
-from rmm_linear.fitting.resize import lengthened, resized
 from rmm_linear.fitting.static_memory import static_memory
+from rmm_linear.planning.step.resize import lengthened, resized
 from rmm_linear.planning.step.watch import watch as planning_watch
 
 

@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Adafactor
 
 from rmm_linear import memory
-from rmm_linear.fitting.shards import Shards
 from rmm_linear.fitting.static_memory import StaticMemory, static_memory
 from rmm_linear.memory.peak import LiveTensors, Peak
 from rmm_linear.planning import simulate
+from rmm_linear.planning.step.shards import Shards
 
 FOREACH = functools.partial(AdamW, foreach=True)
 LOOP = functools.partial(AdamW, foreach=False)

@@ -53,6 +53,10 @@ def main():
         import distributed_engines
 
         found = distributed_engines.replicas()
+    elif part == "shards":
+        import distributed_shards
+
+        found = distributed_shards.found()
     elif part.startswith("whole"):
         import distributed_whole as whole
 

@@ -29,6 +29,21 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [name for child, module in model.named_children() for name in divided(child, module)]
 
 
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the blocks that are entries of a list of like modules; all blocks, if there is no such list."""
+    blocks = find_blocks(model)
+    kinds = {block: _kind(model, block) for block in blocks}
+    counts = Counter(kinds.values())
+    repeated = [block for block in blocks if kinds[block] is not None and counts[kinds[block]] > 1]
+    return repeated or blocks
+
+
+def _kind(model: nn.Module, block: str) -> tuple[str, type[nn.Module]] | None:
+    parent, module = block.rpartition(".")[0], model.get_submodule(block)
+    listed = isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    return (parent, type(module)) if listed and any(module.children()) else None
+
+
 def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
     """Find the parts of a block that may be recomputed by themselves while it is recomputed."""
     module = model.get_submodule(block)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from rmm_linear.memory.peak import consists_of_others
 from rmm_linear.memory.quantized import is_of, replaced_weight
 from rmm_linear.planning.step.remembered import Remembered
+from rmm_linear.planning.step.ring import merged
 
 _GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 _READ, _NONZERO = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default
@@ -40,7 +41,8 @@ class _Mode(FakeTensorMode):
             self.guesses |= {str(func)} if func is _READ else set()
             return _guessed(func, *args)
         usual = partial(super().__torch_dispatch__, func, types, args, kwargs)
-        return usual() if consists_of_others(set(types) - {FakeTensor}) else self.known(func, args, kwargs, usual)
+        found = usual() if consists_of_others(set(types) - {FakeTensor}) else self.known(func, args, kwargs, usual)
+        return merged(func, found)
 
 
 def _guessed(func: Any, tensor: Tensor, mask: Tensor | None = None) -> Any:

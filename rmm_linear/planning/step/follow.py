@@ -19,6 +19,7 @@ from rmm_linear.memory.quantized import dequantized_bytes
 from rmm_linear.ops.dispatch import OPERATORS
 from rmm_linear.planning.step.flash import flash_workspace
 from rmm_linear.planning.step.flops import moved, operations
+from rmm_linear.planning.step.ring import current_ring
 from rmm_linear.planning.step.workspace import Workspace, key_of
 
 FORWARD, BACKWARD, RECOMPUTATION = "forward", "backward", "recomputation"
@@ -171,6 +172,8 @@ class FollowedTensors(LiveTensors):
         beyond = self.workspace.get(key_of(func, args, kwargs), 0) if self.workspace else 0
         beyond = beyond or _declared(func, args) or dequantized_bytes(func, args, kwargs)
         beyond = beyond or flash_workspace(func, args, is_meta=self.is_meta)
+        if (ring := current_ring()) is not None:
+            beyond = ring.workspace(func, args, kwargs, beyond) or beyond
         if beyond:
             pass_, running = self.place.now
             made = Made(pass_, running, func, None)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rmm_linear.planning.replay.wrapped import Wrapped
+from rmm_linear.planning.step.ring import current_ring
 
 _aten = torch.ops.aten
 _FLASH, _DEVICES, _HALF = 1, ("cuda", "cpu"), 2  # the number of PyTorch's backend, who has it, and bytes
@@ -70,6 +71,8 @@ def _grouped(
 ) -> Tensor | None:
     """Return attention's output; None where it runs as before."""
     kind = query.device.type
+    if current_ring() is not None:
+        return None  # its ranks run attention in rounds of their own
     if torch.is_autocast_enabled(kind):
         query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     given = query, key, value

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import tiny_model
 
-from rmm_linear.fitting.resize import length_of, lengthened, resized, usable_positions
+from rmm_linear.planning.step.resize import length_of, lengthened, resized, usable_positions
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 3, 1, 1]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
