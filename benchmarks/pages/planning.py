@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from benchmarks.library import CONVERT, SETTINGS, label_of, table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
 from benchmarks.planning.chains import Run
-from benchmarks.planning.compiled import LEAST, SAME_SHARE, THEIR_PEAK, TORCH, Compiled
+from benchmarks.planning.compiled import BUDGETS, LEAST, SAME_SHARE, THEIR_PEAK, TORCH, Compiled
 from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_images import METHODS as OF_IMAGES
@@ -107,20 +107,26 @@ def _budget_claims(rows: Sequence[Compiled]) -> str:
     for title, group in groupby(rows, key=lambda row: row.network):
         found = [*group]
         peaks = {solver: [row.peak for row in found if row.solver == solver] for solver in (TORCH, SAME_SHARE, LEAST)}
-        seconds = [
-            ours.seconds / theirs.seconds
-            for theirs, ours in zip(*([r for r in found if r.solver == s] for s in (TORCH, THEIR_PEAK)), strict=True)
-        ]
-        least = min(found, key=lambda row: row.peak)
+        times = {solver: sorted(_times(found, solver)) for solver in (THEIR_PEAK, SAME_SHARE)}
+        median, most = ({solver: each[place] for solver, each in times.items()} for place in (len(BUDGETS) // 2, -1))
+        of_torch = [row for row in found if row.solver == TORCH]
+        least, theirs = (min(each, key=lambda row: row.peak) for each in (found, of_torch))
         lines.append(
             f"- {title}: torch's peak rises {_rises(peaks[TORCH])} times as the budget falls, ours "
             f"{_rises(peaks[SAME_SHARE])} times. The least is {least.peak / 1e6:,.1f} MB at {least.work:.2f} times the "
-            f"work, torch's {min(peaks[TORCH]) / 1e6:,.1f}. With their peaks as budgets, compiling takes "
-            f"{sorted(seconds)[len(seconds) // 2]:.1f} times torch's time, {max(seconds):.1f} at most, without a code "
-            f"generator, which takes longer than both. Gradients are equal to the bit in "
+            f"work, torch's {theirs.peak / 1e6:,.1f} at {theirs.work:.2f}. Without a code generator, which takes "
+            f"longer than all of it, compiling with their peaks as budgets takes {median[THEIR_PEAK]:.1f} times the "
+            f"processor time of torch's, {most[THEIR_PEAK]:.1f} at most; with the same shares "
+            f"{median[SAME_SHARE]:.1f}, {most[SAME_SHARE]:.1f} at most. Gradients are equal to the bit in "
             f"{sum(row.is_equal == 'equal' for row in found)} of {len(found)} rows."
         )
     return "\n".join(lines)
+
+
+def _times(rows: Sequence[Compiled], solver: str) -> list[float]:
+    """Seconds of compiling with a solver, by torch's with the same budget."""
+    found = ([row for row in rows if row.solver == each] for each in (TORCH, solver))
+    return [ours.seconds / theirs.seconds for theirs, ours in zip(*found, strict=True)]
 
 
 def _rises(peaks: Sequence[int]) -> int:
