@@ -140,7 +140,8 @@ def _proposals(memory: Sequence[float], candidates: Sequence[fx.Node], borders: 
 def _pin(graph: fx.Graph) -> None:
     """Let torch save what would be another result when it runs again, which it does not look at by itself.
 
-    That are random numbers, and what is computed from inputs that the step changes, as BatchNorm's statistics.
+    That are random numbers, what is computed from inputs that the step changes, as BatchNorm's statistics, and results
+    of other libraries' operators, such as codes, which may draw numbers or not and do not always say so.
     """
     returned = tree_leaves(graph.output_node().meta.get("desc", ()))
     changed = [each.mutated_input for each in returned if hasattr(each, "mutated_input")]
@@ -152,7 +153,9 @@ def _pin(graph: fx.Graph) -> None:
 
 
 def _is_random(node: fx.Node) -> bool:
-    """Say whether a node draws numbers; attention does with dropout alone, whatever its tag says."""
+    """Say whether a node may draw numbers; attention does with dropout alone, whatever its tag says."""
+    if getattr(node.target, "namespace", "aten") not in ("aten", "prims", "prim"):
+        return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]

@@ -13,6 +13,7 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
 
+from rmm_linear import convert
 from rmm_linear.planning import CompileBudget, KnapsackSolver, Partition, compile_budget
 from rmm_linear.planning.graphs import knapsack
 
@@ -188,6 +189,19 @@ def test_attention_runs_again_unless_it_draws_numbers(dropout, runs_again):
     names = {str(node.target) for node in backward.graph.nodes}
     forward = [name for name in names if "attention" in name and "backward" not in name]
     assert bool(forward) == runs_again
+
+
+def test_codes_are_saved_and_not_made_again():
+    def converted():
+        model = deep()
+        convert(model, min_rows=8)
+        return model
+
+    _, (forward, backward), found = step(CompileBudget("least"), converted)
+    codes = {node.name for node in forward.graph.nodes if "rmm_linear" in str(node.target)}
+    assert codes
+    assert codes.isdisjoint(node.name for node in backward.graph.nodes if node.op == "call_function")
+    assert same(found, step(torchs(1.0), converted)[2])
 
 
 def test_what_is_no_budget():
