@@ -98,9 +98,9 @@ class RMMConfig(SavedSettings):
             packed copy of the input), "attention" (query, key and value packed), "dropout" (one bit per element),
             "logits" (a language model's loss in chunks, exact but for the order of summation), "experts" (of
             transformers: tokens and products in ``bits``, the gate's derivative in ``activation_bits``), "convolution"
-            (its input in ``bits``) and "pooling" (the place of each maximum in its window). Each takes functions too
-            that a module's own code calls: products of matrices are "linear", of elements "activation". ("linear",) is
-            the published method.
+            (its input in ``bits``) and "pooling" (the place of each maximum in its window; of averages nothing). Each
+            takes functions too that a module's own code calls: products of matrices are "linear", of elements
+            "activation". ("linear",) is the published method.
         activation_bits: Bits per element of an activation's derivative: 8, 4, 2 or 1. ReLU takes 1 and is exact.
         norm_bits: Bits per element of a norm's input: 8, 4, 3 or 2.
         attention_bits: Bits per element of query, key and value: 8 or 4. With 2, the scores would be so far off that

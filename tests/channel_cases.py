@@ -43,9 +43,10 @@ CHANNEL_NORMS = {
     "group": (lambda width: Channels(nn.GroupNorm(4, width)), 12, 3, 1920),
     "instance of images": (lambda width: Channels(_instance(width), True), 288, 60, 96),
 }
-# And of pools: bits of a position, and outputs of a row.
+# And of pools: bits of a position, and outputs of a row; those of averages save nothing.
 POOLS = {
     "1d": (lambda width: Planes(nn.MaxPool1d(2)), 1, 48),
     "2d": (lambda width: Planes(nn.MaxPool2d(3, 2, 1), 4), 4, 24),
     "3d": (lambda width: Planes(nn.MaxPool3d(2), 2, 2), 3, 12),
+    "average": (lambda width: Planes(nn.AvgPool2d(3, 2, 1), 4), 0, 24),
 }

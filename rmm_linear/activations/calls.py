@@ -73,6 +73,7 @@ _OPERATIONS = {
     **dict.fromkeys(("linear", "@", "matmul", "mm", "bmm", "baddbmm", "einsum"), "linear"), "dropout": "dropout",
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"), "layer_norm": "norm", "group_norm": "norm",
     "softmax": "attention", **dict.fromkeys(("max_pool2d", "index_add", "index_add_"), "pooling"),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d", "avg_pool3d"), "pooling"),
 }  # fmt: skip
 _WEIGHTED = ("linear", "conv1d", "conv2d", "conv3d")  # called with a weight of the module's own
 _Attempt = Callable[..., Tensor | None]
@@ -83,6 +84,8 @@ _FUNCTIONS: dict[str, tuple[_Attempt, Callable[..., Any]]] = {
     "index_add": (partial(functional.index_add, False), torch.index_add), "mm": (functional.matmul, torch.mm),
     "bmm": (functional.matmul, torch.bmm),
     **{f"conv{i}d": (partial(functional.convolution, i), getattr(F, f"conv{i}d")) for i in (1, 2, 3)},
+    **{f"avg_pool{i}d": (partial(functional.average_pool, run), run)
+       for i, run in enumerate((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), 1)},
     **{name: (partial(functional.activation, kind, getattr(F, name)), getattr(F, name))
        for name, kind in functional.ACTIVATIONS.items()},
 }  # fmt: skip

@@ -29,7 +29,7 @@ from rmm_linear.activations.gated import gated_bits
 from rmm_linear.activations.norm import NormFunction, _Norm
 from rmm_linear.activations.norm_form import NormForm
 from rmm_linear.activations.pointwise import PointwiseFunction
-from rmm_linear.activations.pooling import PoolFunction, window_of
+from rmm_linear.activations.pooling import PoolFunction, saving_sizes, window_of
 from rmm_linear.activations.products import IndexAddFunction, Product, ProductFunction, encoded
 from rmm_linear.activations.softmax import SoftmaxFunction, code_of
 from rmm_linear.layers.function import LinearCall, SavingCall, saved_linear, spec_for
@@ -397,6 +397,16 @@ def max_pool2d(
         return None
     window = window_of(nn.MaxPool2d(kernel_size, stride, padding, dilation), tuple(input.shape))
     return None if window is None or not window.is_distinct else PoolFunction.run(input, window, ceil_mode, call)
+
+
+def average_pool(
+    run: Callable[..., Tensor], module: PackedModule, site: int, input: Any, *args: Any, **named: Any
+) -> Tensor | None:
+    """Average windows, of which the sizes alone are saved; exact."""
+    if input is None or not _are_known(input) or _is_exact(module, "pooling") or not _is_large(module, input):
+        return None
+    call = None if torch.compiler.is_compiling() else _call(module, input, seeded=False)
+    return None if call is None or not input.requires_grad else saving_sizes(run, call, input, *args, **named)
 
 
 def index_add(

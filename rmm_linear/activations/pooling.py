@@ -1,11 +1,14 @@
-"""Max pooling that saves which element of each window it took, in as few bits as the window needs. Exact."""
+"""Max pooling that saves which element of each window it took, and average pooling that saves sizes alone. Exact."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from rmm_linear._support.autocast import is_autocast
 from rmm_linear._support.distributed import is_dtensor
@@ -16,6 +19,8 @@ from rmm_linear.ops.pooling import max_pool, max_pool_backward
 from rmm_linear.packing.pooling import Window
 
 _POOLS = nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d  # in one, two and three dimensions
+_ADAPTIVE = nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d
+_AVERAGES = nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, *_ADAPTIVE
 
 
 class PackedPool(PackedModule):
@@ -64,6 +69,44 @@ class PoolFunction(SavingFunction):
         return max_pool_backward(y, stored, *ctx.how, ctx.is_last), None, None, None
 
 
+class PackedAveragePool(PackedModule):
+    """Average pooling that saves the sizes of its input, where PyTorch saves all of it. Exact; in compiled code, as is.
+
+    Memory: nothing.
+    """
+
+    rmm_operation = "pooling"
+    rmm_learns_rows = False
+
+    def forward(self, input: Tensor) -> Any:
+        """Pool an input of shape (N, C, …) or (C, …)."""
+        if not self.training or not is_dense(input) or torch.compiler.is_compiling():
+            return super().forward(input)
+        call = self._packed_call((), input.device, seeded=False)
+        is_saving = torch.is_grad_enabled() and not call.is_exact and input.requires_grad and not is_dtensor(input)
+        return saving_sizes(super().forward, call, input) if is_saving else super().forward(input)
+
+
+def saving_sizes(exact: Callable[..., Tensor], call: SavingCall, *args: Any, **named: Any) -> Tensor:
+    """Call a function whose gradient needs the sizes and the memory format of its input, and none of its elements."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # pyright: ignore[reportAttributeAccessIssue]
+        return exact(*args, **named)
+    context = SimpleNamespace(call=call)
+
+    def pack(x: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+        return x.new_empty(0, 1), tuple(x.shape), torch.empty_like(x, device="meta").stride()
+
+    def unpack(saved: tuple[Tensor, tuple[int, ...], tuple[int, ...]]) -> Tensor:
+        like, shape, strides = saved
+        SavingFunction.received(context, like, "an average pool")
+        made = like.new_empty_strided(shape, strides)
+        made.untyped_storage().resize_(0)  # the gradient may take this memory
+        return made
+
+    with saved_tensors_hooks(pack, unpack):
+        return exact(*args, **named)
+
+
 def _is_other(module: nn.Module, input: Tensor) -> bool:
     """Say whether indices are not of what a pool computes: on CPU, of some in three dimensions.
 
@@ -97,6 +140,20 @@ def is_max_pool(module: nn.Module) -> bool:
     """
     is_own = isinstance(module, _POOLS) and type(module).forward in [kind.forward for kind in _POOLS]
     return is_own and not module.return_indices and _window_alone(module) is not None
+
+
+def is_average_pool(module: Any) -> bool:
+    """Say whether a module is one of PyTorch's average pools that save their input: not those of a single output.
+
+    Example:
+        >>> is_average_pool(nn.AvgPool2d(2)), is_average_pool(nn.AdaptiveAvgPool2d(1))
+        (True, False)
+    """
+    kind = next((kind for kind in _AVERAGES if isinstance(module, kind)), None)
+    if kind is None or type(module).forward is not kind.forward:
+        return False
+    sizes: Any = module.output_size if kind in _ADAPTIVE else None
+    return {*sizes} != {1} if isinstance(sizes, (tuple, list)) else bool(sizes != 1)
 
 
 def bits_of(module: Any) -> int:

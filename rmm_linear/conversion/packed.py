@@ -28,7 +28,7 @@ from rmm_linear.activations.logits import ChunkedHead
 from rmm_linear.activations.norm import PackedNorm
 from rmm_linear.activations.norm_form import NormForm, casts_of, norm_of
 from rmm_linear.activations.pointwise import PackedActivation, is_composed, pointwise_function
-from rmm_linear.activations.pooling import PackedPool, bits_of, is_max_pool
+from rmm_linear.activations.pooling import PackedAveragePool, PackedPool, bits_of, is_average_pool, is_max_pool
 from rmm_linear.activations.region import PackedRegion, reads_softmax
 from rmm_linear.activations.softmax import PackedSoftmax, is_softmax
 from rmm_linear.backends.select import backend_of
@@ -203,6 +203,8 @@ def _choice(module: Any, config: RMMConfig, operations: Sequence[str]) -> Packed
     if "pooling" in operations and is_max_pool(module):
         saved = f"places of its maxima, {bits_of(module)} bits"
         return PackedChoice("pooling", module, saved, _change_class(module, PackedPool))
+    if "pooling" in operations and is_average_pool(module):
+        return PackedChoice("pooling", module, "its input's sizes", _change_class(module, PackedAveragePool))
     if "experts" in operations and is_experts(module):
         bits = f"{experts_bits(config):g} bits"
         saved = f"tokens and products, {bits}; the gate's derivative, {config.activation_bits} bits"
