@@ -15,6 +15,8 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 class PackedModule(ConvertedModule):
     """Base class of modules that save packed activations. Used through :func:`joined_class`."""
 
+    rmm_sees_many = False  # rows, in a call of its own code
+
     def _note_call(self, reason: str | None) -> None:
         """Keep for the report why a call is exact; None of one that is not."""
         if self.rmm_context is not None and not torch.compiler.is_compiling():
@@ -23,6 +25,14 @@ class PackedModule(ConvertedModule):
                 known[self.rmm_index] = reason
             elif self.rmm_index in known:
                 del known[self.rmm_index]
+
+    def _note_rows(self, are_many: bool) -> None:
+        """Keep for the report that all calls in its own code see few rows, until one sees many."""
+        if self.rmm_sees_many or torch.compiler.is_compiling():
+            return
+        self.rmm_sees_many = are_many
+        few = f"its code's calls see at most min_rows={self.rmm_config.min_rows} rows"
+        self._note_call(None if are_many else few)
 
     def _packed_call(self, shape: tuple[int, ...], device: torch.device, *, seeded: bool = True) -> SavingCall:
         """Return what a call needs. Call it in train mode in every grad mode: both passes of a checkpoint must."""

@@ -76,7 +76,9 @@ def _is_large(module: PackedModule, x: Tensor) -> bool:
     """Say whether a tensor has more rows than the least that are coded, as can be told in every pass."""
     if not x.is_floating_point() or not x.dim() or x.layout is not torch.strided or x.is_nested:
         return False
-    return x.numel() > module.rmm_config.min_rows * x.shape[-1]
+    is_large = x.numel() > module.rmm_config.min_rows * x.shape[-1]
+    module._note_rows(is_large)
+    return is_large
 
 
 def _is_weight(x: Tensor) -> bool:

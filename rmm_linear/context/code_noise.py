@@ -13,6 +13,9 @@ Every module adds V, and the squared norm of the sum, of :data:`STEPS` training 
 hides that of those below it, which inherit it: after a decision, the next steps are looked at again, in
 :data:`ROUNDS` rounds at most. Layers that share a code share the decision.
 
+Where no backward pass of a round was looked at, nothing is any more. A decision needs a moment without forward passes
+that wait for their backward pass; where there is none for long, the log and the report say so.
+
 Not looked at: sketches of fewer rows, normal codes (1.6 and 1 bits), compiled code. Ranks decide by their own batches;
 codes never leave a rank, and gradients are unbiased whatever they decide. Those of a tensor parallel group see the
 same numbers where they must compute the same.
@@ -56,6 +59,11 @@ class CodeNoise:
         return self.rounds < ROUNDS and self._passes < STEPS
 
     @property
+    def is_unseen(self) -> bool:
+        """Whether the first forward pass of a round is yet to come."""
+        return self.rounds < ROUNDS and not self._passes
+
+    @property
     def is_full(self) -> bool:
         """Whether a decision can be made."""
         is_over = self.rounds < ROUNDS and self._passes >= STEPS
@@ -75,14 +83,16 @@ class CodeNoise:
         known = self._sums.get(index)
         self._sums[index] = found if known is None else known.to(found.device) + found
 
-    def decide(self, groups: Iterable[tuple[int, ...]]) -> dict[int, float]:
+    def decide(self, groups: Iterable[tuple[int, ...]], had_backward: bool = True) -> dict[int, float]:
         """Return the noise by the gradient of the modules that have too much of it, and end the round.
 
         groups: Indices of the modules that share a code.
+        had_backward: Whether there was a backward pass: if none of it was looked at, nothing is any more.
         """
         sums, self._sums, self._passes = self._sums, {}, 0
         self.rounds += 1
-        if not sums:  # nothing had a backward pass, or nothing that is looked at
+        if not sums:
+            self.rounds = ROUNDS if had_backward else self.rounds
             return {}
         place = next(iter(sums.values())).device
         values = torch.stack([one.to(place) for one in sums.values()]).tolist()

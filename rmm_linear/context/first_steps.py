@@ -18,6 +18,12 @@ from rmm_linear.context.surroundings import in_backward
 logger = logging.getLogger(__name__)
 
 CHECKPOINTED = "checkpointed"
+MOST_WAITS = 64  # forward passes in a row
+WAITING = (
+    f"at the start of each of the last {MOST_WAITS} forward passes, others still had no backward pass, as in pipelines "
+    "that never drain: what the first steps have shown (codes with too much noise, rows without gradients) "
+    "is not used before all have begun theirs. Drop outputs that get no backward pass, or drain the pipeline once"
+)
 
 
 class StepChecks:
@@ -100,6 +106,10 @@ class StepChecks:
             shown([self._names[index] for index in found]),
             MOST_NOISE,
         )
+
+    def say_waiting(self) -> None:
+        """Say that what the first steps have shown is not used."""
+        self._say("waiting", f"{WAITING[0].upper()}{WAITING[1:]}.")
 
     def late_linears(self) -> list[str]:
         """Name the plain linear layers that are trained and came into the model after its conversion."""

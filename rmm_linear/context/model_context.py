@@ -36,7 +36,7 @@ from rmm_linear.context.call_inputs import (
 )
 from rmm_linear.context.code_noise import ROUNDS, CodeNoise
 from rmm_linear.context.directions import Directions
-from rmm_linear.context.first_steps import StepChecks
+from rmm_linear.context.first_steps import MOST_WAITS, StepChecks
 from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
 from rmm_linear.context.ranks import Ranks
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, RunningForward, StepSeeds
@@ -62,8 +62,10 @@ class ModelContext:
         kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
         kept_sites: The same of calls in modules' own code, by the module's index and their place.
         noise: What codes add to gradients in the first steps, and the modules that take more bits for it.
-        exact_calls: Why the last call of an attention or a norm was exact, by its index.
+        exact_calls: Why the last call of an attention or a norm, or of functions, was exact, by the module's index.
         seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
+        waits: Forward passes in a row that have begun while others had no backward pass yet, and there was something to
+            read of the first steps.
         salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
     """
 
@@ -85,7 +87,7 @@ class ModelContext:
         self._reset()
 
     def _reset(self) -> None:
-        self.traced_masks = TracedMasks()
+        self.traced_masks, self.waits = TracedMasks(), 0
         self.checks = StepChecks(self.names, self.config.min_rows)
         self._running = RunningForward()
         self._pending, self.ranks = PendingForwards(), Ranks()
@@ -317,7 +319,7 @@ class ModelContext:
 
     def _widen_codes(self, model: nn.Module) -> None:
         """Give the modules more bits whose codes have too much noise, and say so."""
-        found = self.noise.decide(self.sketch_cache.groups)
+        found = self.noise.decide(self.sketch_cache.groups, self._pending.backward_seen)
         if not found:
             return
         widened, modules = dict[int, tuple[int, float]](), [one for one in model.modules() if "rmm_index" in vars(one)]
@@ -364,16 +366,25 @@ class ModelContext:
         self.sketch_cache.clear()
         self._row_masks = {}  # another thread may have the last one
         self._read_left_out()
-        if self.noise.is_full and all(one.backward_begun for one in self._pending.passes()):
-            self._widen_codes(module)
+        if self.noise.is_unseen:
+            self._pending.backward_seen = False
         unread = [one for one in self.learned.values() if one.unread]
         is_full = any(not one.is_observing for one in unread)  # so that most modules are read at once
         is_full = is_full and not is_capturing(unread[0].unread[0].device)
         seen = [one for one in self.directions.values() if one.pending is not None]
-        if (is_full or seen) and all(one.backward_begun for one in self._pending.passes()):
+        if not (is_full or seen or self.noise.is_full):
+            self.waits = 0
+        elif all(one.backward_begun for one in self._pending.passes()):
+            self.waits = 0
+            if self.noise.is_full:
+                self._widen_codes(module)
             read_all(unread if is_full else [])
             for one in seen:
                 one.settle()
+        else:
+            self.waits += 1
+            if self.waits == MOST_WAITS:
+                self.checks.say_waiting()
         self._pending.open(module, self.seeds)
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:

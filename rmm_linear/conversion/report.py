@@ -11,7 +11,7 @@ from torch import nn
 from rmm_linear._support.reports import Report
 from rmm_linear._support.tables import grouped, keyed, named_table, prefix_of, wrapped
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.first_steps import shown
+from rmm_linear.context.first_steps import MOST_WAITS, WAITING, shown
 from rmm_linear.context.learned import GradientRows, ScoreSpread
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside
@@ -160,7 +160,7 @@ class ConversionReport(Report):
 
     @property
     def exact_calls(self) -> dict[str, str]:
-        """Name to the reason, for every attention and norm whose last call in training was exact."""
+        """Name to the reason, for every attention, norm and calling module whose last call in training was exact."""
         if self.context is None:
             return {}
         return {self.context.names[index]: why for index, why in sorted(self.context.exact_calls.items())}
@@ -248,6 +248,8 @@ class ConversionReport(Report):
 
     def hints(self) -> list[str]:
         """Return what would save more, two sentences at most."""
+        if self.context is not None and self.context.waits >= MOST_WAITS:
+            return [WAITING]
         if self.memory is not None:
             return [*self.memory.hints]
         names = [name for name, one in (self.converted | self.packed).items() if self._why_exact(one) == RECOMPUTED]

@@ -50,6 +50,17 @@ def test_a_router_saves_codes_and_chooses_the_same():
     assert freed >= rows * 32 * 4 - (rows * 32 * 3 / 8 + rows + 8)
 
 
+def test_the_report_says_where_all_calls_see_few_rows():
+    """Until one has seen more."""
+    model, x = Model().train(), torch.randn(4, 40, 32)
+    report = convert(model)
+    for rows, found in ((x[:1], ["router"]), (x, []), (x[:1], [])):
+        model(rows).sum().backward()
+        assert [*report.exact_calls] == found
+        assert ("its code's calls see at most min_rows=64 rows: stays exact" in report.table()) == bool(found)
+        assert report.summary().endswith("converted=2" if found else "converted=3")
+
+
 def test_layers_inside_of_it_are_not_taken_for_it():
     """Excluded, they are exact."""
     model, x = Model().train(), torch.randn(4, 40, 32)

@@ -10,7 +10,8 @@ from helpers import bytes_kept
 from torch import nn
 
 from rmm_linear import RMMConfig, convert, revert
-from rmm_linear.context.code_noise import MOST_NOISE, CodeNoise, width_below
+from rmm_linear.context.code_noise import MOST_NOISE, ROUNDS, CodeNoise, width_below
+from rmm_linear.context.first_steps import MOST_WAITS
 from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.exact import set_aside
 from rmm_linear.conversion.state import load_sketch_state, sketch_state
@@ -178,6 +179,34 @@ def test_passes_that_are_no_training_steps_do_not_count():
         for _ in range(STEPS + 1):
             step(model, x)
     assert list(report.widened) == ["act"]
+
+
+def test_where_nothing_is_coded_one_round_is_enough():
+    """But for passes without a backward pass, which show nothing."""
+    model, x = nn.Sequential(nn.Linear(32, 8), nn.Dropout(0.5)).train(), torch.randn(64, 32)
+    report = convert(model, operations=["dropout"])
+    for runs_backward, is_over in ((False, False), (True, True)):
+        for _ in range(STEPS + 1):
+            output = model(x).sum()
+            if runs_backward:
+                output.backward()
+            del output
+        assert (report.context.noise.rounds == ROUNDS) == is_over
+
+
+def test_a_pipeline_that_never_drains_is_told_once_that_nothing_is_decided(caplog):
+    model, x, how = made(Images)
+    report, waiting = convert(model, **how), [model(x)]
+    for _ in range(STEPS + 2 * MOST_WAITS):
+        waiting.append(model(x))
+        waiting.pop(0).backward()
+    assert caplog.text.count(f"each of the last {MOST_WAITS} forward passes") == 1
+    assert "drain the pipeline once" in " ".join(str(report).split())
+    assert not report.widened
+    waiting.pop().backward()
+    model(x)
+    assert list(report.widened) == ["act"]
+    assert "drain the pipeline" not in str(report)
 
 
 def test_steps_that_overflow_count_nothing():
