@@ -28,9 +28,10 @@ class PackedModule(ConvertedModule):
 
     def _note_rows(self, are_many: bool) -> None:
         """Keep for the report that all calls in its own code see few rows, until one sees many."""
-        if self.rmm_sees_many or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.rmm_sees_many:
             return
-        self.rmm_sees_many = are_many
+        if are_many:
+            self.rmm_sees_many = True
         few = f"its code's calls see at most min_rows={self.rmm_config.min_rows} rows"
         self._note_call(None if are_many else few)
 
