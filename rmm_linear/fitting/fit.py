@@ -25,7 +25,7 @@ from rmm_linear.planning.blocks.plan import KEEP
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
 from rmm_linear.planning.step.divided import divided, part_of
 from rmm_linear.planning.step.sharded import is_sharded
-from rmm_linear.planning.step.shards import Shards
+from rmm_linear.planning.step.shards import Shards, check_shards
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +197,7 @@ def check_arguments(
 ) -> None:
     """Check the arguments of :func:`fit`; raises its errors."""
     check_model(model)
+    check_shards(shards)
     if shards is not None and shards.stages > 1:
         raise ValueError(
             f"A plan is for one module that runs as a whole, got stages={shards.stages}. Plan the module of each stage "

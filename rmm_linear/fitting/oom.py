@@ -19,7 +19,7 @@ from rmm_linear.fitting.described import described, described_batch
 from rmm_linear.fitting.fit import check_whole
 from rmm_linear.fitting.static_memory import static_memory
 from rmm_linear.fitting.step_memory import StepMemory, step_memory
-from rmm_linear.fitting.ways import Way, WaySearch
+from rmm_linear.fitting.ways import OF_PARTS, Way, WaySearch
 from rmm_linear.memory.inputs import check_example, restored
 from rmm_linear.planning.budget import LEAST, check_model, read_budget
 from rmm_linear.planning.step.resize import sequences_of
@@ -125,7 +125,7 @@ class OutOfMemoryReport(Report):
 
 def _noise(way: Way) -> str:
     if way.noise is None:
-        return "random, not measured"
+        return "others" if way.note.startswith(OF_PARTS) else "random, not measured"
     return f"random, variance ratio {way.noise:.2g}" if way.noise else "exact"
 
 

@@ -15,6 +15,7 @@ from textwrap import shorten
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from rmm_linear._support.progress import stage
 from rmm_linear.context.checkpointing import is_checkpointed
@@ -46,6 +47,7 @@ _PACKED = ', checkpointed="packed"'
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # of transformers, the newer name first
 _BLOCKS = 'rmm_linear.planning.plan_blocks(model, batch, "least").apply()'
 _OTHER = "trains in another way"
+OF_PARTS = "batch norms take the statistics of each part, so gradients are others"
 _SDPA = 'model.set_attn_implementation("sdpa")'
 
 
@@ -60,7 +62,7 @@ class Way:
         peak: Bytes of the training process with it, simulated.
         time: Of a step, relative to the step as it is: an estimate.
         noise: Variance that it adds to the gradient, relative to the minibatch's: 0 where gradients are exact, None
-            where they are random and it is not known.
+            where they are random, or others, and it is not known.
         fits: Whether the peak is within the memory; None where that is not known.
         note: What else it changes, or what it consists of.
     """
@@ -187,6 +189,8 @@ class WaySearch:
 
     def _smaller(self) -> Iterator[Way | None]:
         """Divide the batch until it fits, or once; gradients are added up, and there from the second part on."""
+        norms = [module for module in self.twin.modules() if isinstance(module, _BatchNorm)]
+        takes_all = any(norm.training or not self.twin.training for norm in norms)
         try:
             count = sequences_of(self.batch)
         except ValueError:
@@ -198,10 +202,12 @@ class WaySearch:
             except (ValueError, TypeError, RuntimeError):
                 return
             if self.memory is None or after.peak <= self.memory or count % (2 * parts) or parts == _SPLITS[-1]:
-                note = "exact where the loss is a mean over sequences; in a Trainer: per_device_train_batch_size="
+                note = OF_PARTS if takes_all else "exact where the loss is a mean over sequences"
+                note += "; in a Trainer: per_device_train_batch_size="
                 note += f"{count // parts}, gradient_accumulation_steps={parts}"
                 code = _accumulating(self.batch, parts, count)
-                yield self._way(f"{parts} parts of the batch", code, after, parts * work, note=note)
+                noise = None if takes_all else 0.0
+                yield self._way(f"{parts} parts of the batch", code, after, parts * work, noise=noise, note=note)
                 return
 
     def _fitted(self) -> Way | None:

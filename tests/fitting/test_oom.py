@@ -290,6 +290,15 @@ def test_what_is_refused(model, batch, memory, error, message):
         explain_oom(model, batch, memory)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_parts_of_a_batch_with_batch_norms_are_not_called_exact(is_frozen):
+    model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.BatchNorm1d(INNER), nn.Tanh())
+    model[1].train(not is_frozen)
+    (way,) = (way for way in explain_oom(model, rows()).ways if way.name.endswith("parts of the batch"))
+    assert way.noise == (0 if is_frozen else None)
+    assert ("exact where" in way.note, "batch norms" in way.note) == (is_frozen, not is_frozen)
+
+
 def test_of_a_function_the_peak_is_explained_alone():
     model, batch = mlp(), rows()
     found = explain_oom(model, lambda: model(batch).square().sum(), "1GB")

@@ -76,6 +76,7 @@ class KnapsackSolver:
 
     Raises:
         RuntimeError: If this version of PyTorch asks no solvers of others.
+        ValueError: If ``memory`` is no size.
 
     Example:
         >>> torch._functorch.config.activation_memory_budget_solver = KnapsackSolver()  # doctest: +SKIP
@@ -86,6 +87,11 @@ class KnapsackSolver:
         """Read the budget."""
         _extends("CustomKnapsackSolver", KnapsackSolver)
         self.memory = memory if memory is None else read_budget(memory, 0)
+        if self.memory == 0:
+            raise ValueError(
+                f'memory must be bytes, or a text such as "8GB", got {memory!r}. Shares are torch\'s own: '
+                'activation_memory_budget = 0.1. compile_budget() takes shares of the peak, and "least".'
+            )
         self.segments = segments
         self.is_fastest = True  # whether what was chosen last runs the least again of all that is proposed
 

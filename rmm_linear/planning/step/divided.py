@@ -10,7 +10,7 @@ from torch import nn
 
 from rmm_linear.planning.step.resize import length_of, lengthened
 from rmm_linear.planning.step.ring import in_ring
-from rmm_linear.planning.step.shards import Shards
+from rmm_linear.planning.step.shards import Shards, check_shards
 from rmm_linear.planning.step.step import has_memory
 from rmm_linear.planning.step.tensor_parallel import tensor_parallel_sizes
 
@@ -18,6 +18,7 @@ from rmm_linear.planning.step.tensor_parallel import tensor_parallel_sizes
 @contextmanager
 def divided(model: nn.Module, shards: Shards | None) -> Iterator[None]:
     """Give a model, inside of the block, the sizes that one device has, and its attention what a ring takes."""
+    check_shards(shards)
     if shards is not None and has_memory(model) and max(shards.context, shards.tensor, shards.stages) > 1:
         raise ValueError(
             "context, tensor and stages are planned for a model without values, got one with weights. Make it under "

@@ -43,7 +43,7 @@ class Shards:
             those of all.
 
     Raises:
-        TypeError: If a number is no integer.
+        TypeError: If a number is no integer, or the plan no mapping.
         ValueError: If a number is less than 1, the stage is not one of the stages, or a name is none of those above.
 
     Example:
@@ -77,6 +77,8 @@ class Shards:
                 raise ValueError(
                     f"{name} must be one of {', '.join(known)}, got {value!r}.{did_you_mean(value, known)}"
                 )
+        if self.tensor_plan is not None and not isinstance(self.tensor_plan, Mapping):
+            raise TypeError(f"tensor_plan must be a mapping of names to styles, got {self.tensor_plan!r}.")
         for pattern, style in (self.tensor_plan or {}).items():
             if style not in STYLES:
                 raise ValueError(
@@ -115,3 +117,9 @@ class Shards:
         """Micro-batches whose activations the stage holds at once."""
         count = self.microbatches or self.stages
         return count if self.schedule == ALL_FIRST else min(count, self.stages - self.stage)
+
+
+def check_shards(shards: object) -> None:
+    """Raise unless a value says how a step is divided, or that it is not."""
+    if not isinstance(shards, Shards | None):
+        raise TypeError(f"shards must be Shards or None, got {shards!r}. Use shards=rmm_linear.Shards(8).")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear.memory.quantized import is_of
-from rmm_linear.planning.step.shards import STYLES, Shards
+from rmm_linear.planning.step.shards import STYLES, Shards, check_shards
 
 _COLWISE, _ROWWISE = STYLES
 _HEADS = ("num_attention_heads", "num_key_value_heads")  # in configurations of transformers
@@ -29,6 +29,7 @@ _REMEDY = "Give tensor_plan, names of linear layers to "
 @contextmanager
 def tensor_parallel_sizes(model: nn.Module, shards: Shards | None) -> Iterator[None]:
     """Give linear layers the sizes that they have on one rank, inside of the block."""
+    check_shards(shards)
     if shards is None or shards.tensor == 1:
         yield
         return

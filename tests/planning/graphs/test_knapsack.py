@@ -209,6 +209,9 @@ def test_what_is_no_budget():
         pass
     with pytest.raises(ValueError, match="memory"):
         KnapsackSolver(-1)
+    for share in (0.5, "60%", "least"):
+        with pytest.raises(ValueError, match="Shares are torch's own"):
+            KnapsackSolver(share)
 
 
 def test_a_budget_without_effect_is_told(caplog):

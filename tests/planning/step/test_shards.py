@@ -174,6 +174,17 @@ def test_what_no_cluster_can_be(changes, said):
         Shards(**changes)
 
 
+def test_what_is_no_cluster():
+    with pytest.raises(TypeError, match="tensor_plan must be a mapping"):
+        Shards(tensor=2, tensor_plan="colwise")
+    model, batch = nn.Linear(4, 4, device="meta"), torch.ones(2, 4)
+    for run in (simulate, max_length, lambda *args, **named: fit(*args, "1MB", **named)):
+        with pytest.raises(TypeError, match=r"shards must be Shards or None, got 8.*Shards\(8\)"):
+            run(model, batch, *([] if run is not max_length else ["1MB"]), shards=8)
+    with pytest.raises(TypeError, match="shards must be"):
+        static_memory(model, shards=8)
+
+
 @pytest.mark.parametrize(
     ("shards", "said"),
     [
