@@ -120,11 +120,12 @@ def fit(
         (True, True)
     """
 
-    def check() -> None:
+    def check() -> str:
         check_arguments(
             model, memory, allow, time, objective, max_noise, checkpointing, example, shards,
             may_be_sharded=shards is None,
         )  # fmt: skip
+        return f"memory={memory!r}, time={time!r}, allow={sorted((allow,) if isinstance(allow, str) else allow)}"
 
     def planned(on_ranks: Any = None) -> FitReport:
         has_other_sizes = shards is not None and shards.tensor > 1
@@ -146,7 +147,12 @@ def fit(
     if ranks is None:
         check()
     else:
-        ranks.together(check)
+        asked = ranks.together(check)
+        if other := next((one for one in asked if one != asked[0]), None):
+            raise ValueError(
+                f"All processes must ask for the same, got {asked[0]} on rank 0 and {other} on rank "
+                f"{asked.index(other)}. Give all of them what the least device has."
+            )
     with uncheckpointed(model, checkpointing) as off:
         member = None if ranks is None else Member(ranks, resident(model, optimizer, accumulate=accumulate), example)
         with reporting("fit", progress, 0 if member is None else member.planner), quiet():

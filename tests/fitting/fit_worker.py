@@ -113,7 +113,12 @@ def refused(rank):
     """What one process raises reaches the other: while it simulates its batch, of its arguments, and as it plans."""
     model, found = DistributedDataParallel(made()), []
     good, wide = batch_of(12), {**batch_of(16), "input_ids": torch.full((4, 16), 64)}  # beyond the vocabulary
-    for batches, budgets in (((good, wide), (0.9, 0.9)), ((good, good), (0.9, 1.5)), ((good, good), (1000, 1000))):
+    for batches, budgets in (
+        ((good, wide), (0.9, 0.9)),
+        ((good, good), (0.9, 1.5)),
+        ((good, good), (1000, 1000)),
+        ((good, good), (0.9, 0.8)),
+    ):
         try:
             rmm_linear.fit(model, batches[rank], budgets[rank], **EXACT)
         except Exception as error:

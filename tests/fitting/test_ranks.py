@@ -115,10 +115,12 @@ def test_all_processes_end_where_nothing_fits(few):
 def test_what_one_process_raises_reaches_all(few):
     """Where it simulates its batch, of its arguments, and where the one that plans cannot meet a budget."""
     first, second = of(few, "refused")
-    assert [kind for kind, _, _ in second] == ["IndexError", "ValueError", "BudgetError"]
-    assert [kind for kind, _, _ in first] == ["RuntimeError", "ValueError", "BudgetError"]
+    assert [kind for kind, _, _ in second] == ["IndexError", "ValueError", "BudgetError", "ValueError"]
+    assert [kind for kind, _, _ in first] == ["RuntimeError", "ValueError", "BudgetError", "ValueError"]
     assert first[0][1] == f"On rank 1: IndexError: {second[0][1]}"
     assert second[1][1].startswith("memory as a share must be in (0, 1]")
     assert first[1][1] == f"On rank 1: {second[1][1]}"
     assert first[2][1] == second[2][1]
+    assert first[3][1] == second[3][1]
+    assert "got memory=0.9" in first[3][1]
     assert not any(is_planned for _, _, is_planned in (*first, *second))
