@@ -9,11 +9,16 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing of this library inside the block: what is tried there is no training step of the user's."""
-    logger = logging.getLogger("rmm_linear")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    """Log nothing of this library inside the block: what is tried there is no training step of the user's.
+
+    Nor what PyTorch logs of an operator that fails on fake tensors, whose error is told.
+    """
+    loggers = [logging.getLogger(name) for name in ("rmm_linear", "torch._subclasses.fake_tensor")]
+    levels = [logger.level for logger in loggers]
     try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -70,6 +70,11 @@ class Shards:
         check_integer("stage", self.stage, least=0)
         if self.cpu_offload and self.ranks is None:
             raise ValueError("cpu_offload is of fully_shard, got ranks=None. Use ranks=1 or more.")
+        if self.ranks is not None and self.ranks % self.context:
+            raise ValueError(
+                f"context must divide ranks={self.ranks}, whose sequences it divides, got {self.context}. Leave ranks "
+                "out where parameters stay whole."
+            )
         if self.stage >= self.stages:
             raise ValueError(f"stage must be less than stages={self.stages}, got {self.stage}. The first is 0.")
         for name, known in (("rotate", (GATHER, SEND)), ("schedule", (ONE_BY_ONE, ALL_FIRST))):

@@ -159,8 +159,8 @@ def prepared(
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise ValueError(
                     f"A simulated step has shapes and no values, and this one reads values of a tensor ({error.func}): "
-                    "item(), bool(), int() or a selection by a mask. Compute what it reads outside of the step, and "
-                    "give it as a number, or as tensors of that shape."
+                    "item(), bool(), int() or a selection by a mask, in its code or in a hook. Compute what it reads "
+                    "outside of the step, and give it as a number, or as tensors of that shape."
                 ) from error
 
         with masks_by_values(example), replaced_states(model, fakes_of), fakes_of.mode:

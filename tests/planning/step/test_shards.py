@@ -164,6 +164,7 @@ def test_lengths_are_those_of_whole_sequences():
         ({"context": 0}, "context must be at least 1"),
         ({"rotate": "gather"}, "rotate must be one of allgather, alltoall, got 'gather'"),
         ({"schedule": "Gpipe"}, "got 'Gpipe'.* Did you mean 'GPipe'"),
+        ({"ranks": 8, "context": 3}, "context must divide ranks=8"),
         ({"stages": 2, "stage": 2}, "stage must be less than stages=2, got 2"),
         ({"cpu_offload": True}, "cpu_offload is of fully_shard"),
         ({"tensor": 2, "tensor_plan": {"q_proj": "rows"}}, "colwise or rowwise to a module, got 'rows'"),
