@@ -254,6 +254,8 @@ def _batch_norm(
     eps: float,
 ) -> Any:
     """Return what F.batch_norm does, by the function that it calls, and mean and 1/σ of every channel."""
+    if eps <= 0:  # which it refuses, or takes in evaluation alone
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     F._verify_batch_size(list(input.size()))  # pyright: ignore[reportAttributeAccessIssue]
     how = weight, bias, running_mean, running_var, training, momentum, eps, torch.backends.cudnn.enabled
     output, mean, rstd, *_ = torch._batch_norm_impl_index(input, *how)  # pyright: ignore[reportPrivateImportUsage]

@@ -4,7 +4,6 @@ import functools
 
 import torch
 import torch.distributed as dist
-from distributed_engines import Stage, divided, next_token
 from torch.distributed import pipelining as pp
 from torch.distributed.tensor.experimental._context_parallel import _attention as rings
 from torch.nn import functional as F
@@ -41,6 +40,8 @@ def measured(run):
 
 
 def tensor_parallel():
+    from distributed_engines import divided  # of this folder, which is on the path of the workers alone
+
     model = divided(made())
     return measured(lambda: model(**batch()).loss.backward()), simulated(Shards(tensor=2))
 
@@ -82,6 +83,11 @@ def context_parallel(rotate, dtype=torch.float32):
 
 
 def pipelined(schedule, name):
+    from distributed_engines import Stage, next_token
+
+    class CausalStage(Stage):
+        forward = through_stage
+
     rank, model = dist.get_rank(), made()
     layers = torch.arange(4).tensor_split(2)[rank].tolist()
     stage = pp.PipelineStage(CausalStage(model, layers, rank == 0, rank == 1), rank, 2, torch.device("cpu"))
@@ -95,13 +101,12 @@ def pipelined(schedule, name):
     return found, simulated(Shards(stages=2, stage=rank, microbatches=4, schedule=name))
 
 
-class CausalStage(Stage):
-    def forward(self, x):
-        x = self.model.embed_tokens(x) if hasattr(self.model, "embed_tokens") else x
-        places = torch.arange(x.shape[1]).unsqueeze(0)
-        for block in self.model.layers.values():
-            x = block(x, position_embeddings=self.rotary(x, places), attention_mask=None, position_ids=places)
-        return self.lm_head(self.model.norm(x)) if hasattr(self, "lm_head") else x
+def through_stage(self, x):
+    x = self.model.embed_tokens(x) if hasattr(self.model, "embed_tokens") else x
+    places = torch.arange(x.shape[1]).unsqueeze(0)
+    for block in self.model.layers.values():
+        x = block(x, position_embeddings=self.rotary(x, places), attention_mask=None, position_ids=places)
+    return self.lm_head(self.model.norm(x)) if hasattr(self, "lm_head") else x
 
 
 CASES = {
