@@ -31,8 +31,8 @@ def _poisoned_outputs():
         yield
 
 
-# Of these, each of which takes a second in the interpreter, one of six; of others, one of two that show a new pair of
-# settings.
+# Of these, each of which takes a second in the interpreter or two, one of twelve; of others, one of two that show a new
+# pair of settings.
 SLOW = ("gated", "gated_halves", "gated_products", "normalized", "norm_gradients", "channel_norm")
 
 
@@ -40,7 +40,7 @@ def titles():
     seen = collections.Counter()
     for title in COMPARISONS:
         family = title.split()[0]
-        left = seen[family] % (6 if family in SLOW else 2)
+        left = seen[family] % (12 if family in SLOW else 2)
         seen[family] += 1
         yield pytest.param(title, marks=pytest.mark.thorough if left else [])
 
