@@ -154,6 +154,8 @@ class FitCallback(TrainerCallback):
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Plan if the batch of a step is larger than those before it, then run the step."""
+        if self._largest == math.inf:  # nothing is planned, in any process
+            return step(*args, **kwargs)
         trainer = self._trainer
         inputs = prepared_inputs(trainer, arguments_of_step(args, kwargs)["inputs"])
         size = self._most(_elements(trainer.model, inputs))
