@@ -17,7 +17,20 @@ from benchmarks.records import RESULTS, add_choices, add_output, known_rows, ori
 
 PARTS = ("cost", "shares", "accuracy", "curves")
 _STUDIES = ("images", "convolutions", "language")
-_TASKS = ("sst2", "cola", "stsb", "rte", "sst2-full", "cola-long", "cola-slow", "cola-raised")
+_TASKS = (
+    "sst2",
+    "cola",
+    "stsb",
+    "rte",
+    "sst2-bf16",
+    "cola-bf16",
+    "stsb-bf16",
+    "rte-bf16",
+    "sst2-full",
+    "cola-long",
+    "cola-slow",
+    "cola-raised",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from benchmarks.library import CacheEntry, SketchCache
 from benchmarks.suites.models import checkpoint
 from benchmarks.suites.paper import HEAD, use_paper
 from rmm_linear import RMMConfig, RMMLinear, convert
+from rmm_linear.config import QUALITIES
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"
@@ -90,7 +91,6 @@ _PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None, "m
 _PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
 _WTA = {"kind": "wta", "norm_estimator": "sample_cache", "uniform_mix": 1e-6, **_PUBLISHED}
 _DEFAULT = {"bits": 3, "activation_bits": 4, "norm_bits": 3}  # as RMMConfig() has them
-_CAREFUL = {"bits": 4, "norm_bits": 4, "directions": 16}  # as RMMConfig.preset("careful")
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 _NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "attention_bits": 4}
 
@@ -128,7 +128,8 @@ METHODS: dict[str, Method] = {
     "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted, _DEFAULT),
-    "careful": Method("ours, careful", "ours", _converted, _CAREFUL),
+    "careful": Method("ours, careful", "ours", _converted, QUALITIES["careful"]),
+    "smallest": Method("ours, smallest", "ours", _converted, QUALITIES["smallest"]),
     "narrow": Method("ours, narrow", "ours", _converted, _NARROW),
     **{
         f"fit-{share}": Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)

@@ -42,13 +42,19 @@ class Training:
     seeds: tuple[int, ...] | None = None  # what is trained of those that are asked for; None is all
     slower: float = 1  # by what learning rates are divided
     is_watched: bool = False  # whether the loss on the training set is evaluated, too
+    dtype: torch.dtype = torch.float32  # of the model's parameters; the optimizer keeps float32 ones beside bfloat16
 
 
+_BFLOAT16 = (
+    "exact", "checkpoint", "gaussian-10", "gact", "lora", "velora", "lora-tenth", "careful", "tenth", "smallest"
+)  # fmt: skip
 TRAININGS: dict[str, Training] = {
     "sst2": Training("sst2", 2, 6000),
     "cola": Training("cola", 2),
     "stsb": Training("stsb", 2),
     "rte": Training("rte", 2),
+    "sst2-bf16": Training("sst2", 2, 6000, methods=_BFLOAT16, dtype=torch.bfloat16),
+    **{f"{task}-bf16": Training(task, 2, methods=_BFLOAT16, dtype=torch.bfloat16) for task in ("cola", "stsb", "rte")},
     "sst2-full": Training("sst2", 1, methods=("exact", "tenth"), seeds=(0,)),
     "cola-long": Training("cola", 10, batch=16, methods=("exact", "tenth"), is_watched=True),
     # At the published learning rate, which is meant for a model of five times the parameters.
@@ -72,7 +78,7 @@ class Prepared:
 
     def model(self, seed: int) -> PreTrainedModel:
         set_seed(seed)
-        return load_model(self.folder, self.config).train()
+        return load_model(self.folder, self.config).to(self.training.dtype).train()
 
     def collator(self, *, indexed: bool) -> Any:
         collator: Any = DataCollatorWithPadding(self.tokenizer)
@@ -114,6 +120,32 @@ def prepare(name: str, data_dir: str, folder: str, *, tiny: bool = False) -> Pre
     return Prepared(name, training, task, rows, dev, tokenizer, config, folder)
 
 
+class MasterAdamW(torch.optim.AdamW):
+    """Steps float32 copies of bfloat16 parameters, whose own spacing would lose most steps, and rounds them back."""
+
+    def __init__(self, params: Any, **fields: Any) -> None:
+        self._pairs = list[tuple[torch.Tensor, torch.Tensor]]()
+        super().__init__(
+            [group | {"params": [self._master(one) for one in group["params"]]} for group in params], **fields
+        )
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter.dtype == torch.float32:
+            return parameter
+        master = parameter.detach().float().requires_grad_()
+        self._pairs.append((parameter, master))
+        return master
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter, master in self._pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        super().step(closure)
+        with torch.no_grad():
+            for parameter, master in self._pairs:
+                parameter.copy_(master)
+                master.grad = None
+
+
 DROPOUT = "by step"
 
 
@@ -136,6 +168,11 @@ class SameDropout(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
         torch.manual_seed(mix(args.seed, state.global_step))
+
+
+def _optimizer(rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    betas = PAPER["adam_beta1"], PAPER["adam_beta2"]
+    return MasterAdamW, {"lr": rate, "betas": betas, "eps": PAPER["adam_epsilon"], "fused": True}
 
 
 def train(
@@ -171,6 +208,7 @@ def train(
             data_collator=ready.collator(indexed=how.is_indexed),
             compute_metrics=make_scorer(ready.task),
             callbacks=[SameDropout()],
+            optimizer_cls_and_kwargs=_optimizer(rate) if ready.training.dtype != torch.float32 else None,
         )
         trainer.remove_callback(PrinterCallback)
         began = time.perf_counter()
