@@ -56,7 +56,7 @@ from rmm_linear.planning.step.divided import divided
 from rmm_linear.planning.step.shards import Shards
 from rmm_linear.planning.step.step import copied, run_step
 from rmm_linear.planning.step.watch import watch
-from rmm_linear.planning.step.workspace import Workspace, allocator_peak
+from rmm_linear.planning.step.workspace import Workspace, allocations, allocator_peak
 from rmm_linear.planning.tiles.tile import Tile
 from rmm_linear.sketches import KINDS, SAMPLERS, TokenMask, kept_rows, probabilities, row_norms, sketch
 from rmm_linear.sketches.blocks import block_rows

@@ -78,7 +78,8 @@ class Prepared:
 
     def model(self, seed: int) -> PreTrainedModel:
         set_seed(seed)
-        return load_model(self.folder, self.config).to(self.training.dtype).train()
+        model: Any = load_model(self.folder, self.config)
+        return model.to(self.training.dtype).train()
 
     def collator(self, *, indexed: bool) -> Any:
         collator: Any = DataCollatorWithPadding(self.tokenizer)

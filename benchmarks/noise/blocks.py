@@ -4,20 +4,14 @@
 ``noise`` trains MiniLM as RoBERTa for a few exact steps on GLUE tasks, and a random RoBERTa and LLaMA of 12 and 24
 layers on tokens of a Markov chain, and measures the noise of the whole gradient on the next batch. ``left`` explains
 what ten families of models still save that is not compressed: two layers with random weights, in training mode, with
-their loss and their own dropout. ``presets`` has the noise of every quality through training. ``steps`` times
-training steps, exact and converted ones in turns, and ``images`` those of ResNet-50 and ConvNeXt-T. ``peaks`` compares
-the bytes that a step saves with its peak of live bytes, and of the process.
-
-Every setting of ``peaks`` runs in processes of its own: one counts what autograd saves and the peak of live bytes,
-another one how far the resident set of the process (RSS) rises in the same step, on Linux. Parameters and gradients
-exist before, and the word embeddings are frozen: their dense gradient, 154 MB, would be the peak of a converted model.
+their loss and their own dropout. ``presets`` has the noise of every quality through training. ``images`` times
+training steps of ResNet-50 and ConvNeXt-T, exact and converted ones in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +24,10 @@ from torch import Tensor, nn
 
 from benchmarks.library import LEARNING_STEPS, OPERATIONS
 from benchmarks.noise.presets import measure_presets
-from benchmarks.processes import call
 from benchmarks.records import Origin, add_output, origin, show, write_rows
 from benchmarks.suites.models import build, twin
 from rmm_linear import convert, revert
-from rmm_linear.memory import explain, peak, track_saved
+from rmm_linear.memory import explain, track_saved
 from rmm_linear.variance import gradient_noise
 
 
@@ -52,7 +45,7 @@ def llama(layers: int = 12, width: int = 768, vocabulary: int = 32_000) -> nn.Mo
     return build(
         "Llama", "ForCausalLM", vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
         num_attention_heads=width // 64, num_key_value_heads=max(1, width // 192), intermediate_size=8 * width // 3,
-        max_position_embeddings=512,
+        max_position_embeddings=2048, use_cache=False,
     ).train()  # fmt: skip
 
 
@@ -65,7 +58,7 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 def cases(tiny: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, int], torch.dtype]]:
     """Title, model, batch and sequence, and dtype."""
-    size = _SMALL if tiny else {}
+    size = SMALL if tiny else {}
     encoder, decoder = ((2, 128), (2, 128)) if tiny else ((8, 128), (4, 256))
     found: list[Any] = [
         (f"roberta-base, {title}", partial(roberta, p, **size), encoder, dtype)
@@ -77,18 +70,7 @@ def cases(tiny: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, int
     return found[1::4] if tiny else found
 
 
-_SMALL: dict[str, Any] = {"layers": 2, "width": 128, "vocabulary": 1000}
-SETTINGS: tuple[tuple[str, ...], ...] = ((), OPERATIONS[:1], OPERATIONS)  # exact, the published method, the default
-
-
-def steps(tiny: bool) -> list[tuple[str, Callable[[], nn.Module], tuple[int, int]]]:
-    """Title, model, and batch and sequence of the training steps that are timed."""
-    size = _SMALL if tiny else {}
-    return [
-        (f"roberta-base, {batch} x {length}, dropout {dropout}", partial(roberta, dropout, **size), (batch, length))
-        for batch, length in (((2, 64),) if tiny else ((8, 128), (2, 512)))
-        for dropout in ((0.1,) if tiny else (0.1, 0.0))
-    ]
+SMALL: dict[str, Any] = {"layers": 2, "width": 128, "vocabulary": 1000}
 
 
 def inputs(model: nn.Module, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
@@ -191,48 +173,6 @@ def families(width: int, batch: int, length: int) -> dict[str, Family]:
     return found
 
 
-@dataclass(frozen=True)
-class PeakRow(Origin):
-    """One model with some operations converted."""
-
-    case: str  # title of the case
-    operations: str  # what is converted, or "exact"
-    dtype: str = "float32"  # dtype of the model
-    saved: int = 0  # bytes that autograd saves
-    live: int = 0  # peak of the bytes of tensors that a step makes
-    rss: int | None = None  # what a step adds to the peak resident set of its process; None where there is no /proc
-    live_fall: float | None = None  # how far ``live`` lies below the exact model's, by how far ``saved`` does
-    rss_fall: float | None = None  # the same of ``rss``
-
-
-def measure_peaks(tiny: bool) -> Iterator[PeakRow]:
-    """Measure the steps that are timed, with each of the settings."""
-    for index, (title, _, _) in enumerate(steps(tiny)):
-        exact: PeakRow | None = None
-        for setting in SETTINGS:
-            count, live = call(_live, tiny, index, setting)
-            rss = call(_rss, tiny, index, setting) if sys.platform == "linux" else None
-            row = PeakRow(title, " ".join(setting) or "exact", "float32", count, live, rss)
-            exact = exact or row
-            if fall := exact.saved - count:
-                of_rss = None if rss is None or exact.rss is None else (exact.rss - rss) / fall
-                row = replace(row, live_fall=(exact.live - live) / fall, rss_fall=of_rss)
-            yield row
-
-
-def _live(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[int, int]:
-    model, batch = _ready(tiny, index, setting)
-    count = saved(model, batch)
-    with peak("cpu") as found:
-        model(**batch).loss.backward()
-    return count, found.bytes
-
-
-def _rss(tiny: bool, index: int, setting: tuple[str, ...]) -> int:
-    model, batch = _ready(tiny, index, setting)
-    return rss_of(lambda: model(**batch).loss.backward())
-
-
 def rss_of(step: Callable[[], object]) -> int:
     """Return how far a step raises the peak of the resident set of this process, on Linux."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the current size
@@ -244,22 +184,6 @@ def rss_of(step: Callable[[], object]) -> int:
 def _status(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def _ready(tiny: bool, index: int, setting: tuple[str, ...]) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with gradients in memory, after small steps: buffers are there."""
-    torch.manual_seed(0)
-    _, make, shape = steps(tiny)[index]
-    model = make()
-    if setting:
-        convert(model, operations=setting)
-    model.get_input_embeddings().requires_grad_(False)  # pyright: ignore[reportCallIssue]
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter).fill_(0.0)
-    for _ in range(2):
-        model(**inputs(model, 2, 40)).loss.backward()  # more than min_rows
-    model.zero_grad(set_to_none=False)
-    return model, inputs(model, *shape)
 
 
 @dataclass(frozen=True)
@@ -325,14 +249,6 @@ def _noise(title: str, model: nn.Module, batches: list[dict[str, Any]], draws: i
         first = next((value for block, value in found.by_depth(operation).items() if block.endswith(".0")), None)
         value, median = found.whole(operation), found.median_of_weights(operation)
         yield BlockRow("noise", title, operation, value=value, median=median, first=first)
-
-
-def measure_steps(rounds: int, tiny: bool) -> Iterator[BlockRow]:
-    """Time steps of RoBERTa-base's shape, exact, with linears alone and with everything."""
-    for title, make, shape in steps(tiny):
-        torch.manual_seed(0)
-        model = make()
-        yield from _in_turns("steps", title, model, inputs(model, *shape), SETTINGS, rounds)
 
 
 def measure_images(rounds: int, tiny: bool) -> Iterator[BlockRow]:
@@ -407,7 +323,5 @@ _MEASURES: dict[str, Callable[[argparse.Namespace], Iterator[Any]]] = {
     "left": lambda asked: measure_left(asked.tiny),
     "noise": lambda asked: measure_noise(asked.data_dir, asked.draws, asked.tiny),
     "presets": lambda asked: measure_presets(asked.data_dir, asked.draws, asked.tiny),
-    "peaks": lambda asked: measure_peaks(asked.tiny),
-    "steps": lambda asked: measure_steps(asked.rounds, asked.tiny),
     "images": lambda asked: measure_images(asked.rounds, asked.tiny),
 }

@@ -14,12 +14,12 @@ from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_images import METHODS as OF_IMAGES
 from benchmarks.planning.fit_images import ImagePlan
-from benchmarks.planning.fit_neighbours import Neighbour
 from benchmarks.planning.fit_paper import METHODS, Paper
 from benchmarks.planning.fit_steps import EXACT, FIT
 from benchmarks.planning.graphs import METHODS as GRAPH_METHODS
 from benchmarks.planning.graphs import Planned
 from benchmarks.planning.networks import PUBLISHED
+from benchmarks.planning.shapes import Shape
 
 _PLANNED = [*OF_IMAGES]
 _ERROR = 3.0  # %, that a predicted peak may be from the measured one
@@ -259,26 +259,37 @@ def _images(rows: Sequence[ImagePlan]) -> str:
     return columns(lines, spec)
 
 
-def _neighbours(rows: Sequence[Neighbour]) -> str:
-    """Lay out each of PyTorch's methods with the plan for its peak."""
-    plans = {(row.model, row.beside): row for row in rows if row.method == FIT}
+def _shapes(rows: Sequence[Shape]) -> str:
+    """Lay out shapes and methods down, what is measured of each dtype across, ± half the range of the middle half."""
+    cells = {(row.case, row.method, row.dtype): row for row in rows}
 
-    def plan(cell: Cell) -> Cell:
-        return lambda row: cell(plans[row.model, row.method]) if (row.model, row.method) in plans else ""
+    def of_dtype(dtype: str, cell: Cell) -> Cell:
+        return lambda key: cell(cells[(*key, dtype)]) if (*key, dtype) in cells else ""
 
-    spec: dict[str, Cell] = {
-        "model": of("model"),
-        "method": lambda row: row.method if row.status == "ok" else f"{row.method}: {row.status}",
-        "live, MB": megabytes("live"),
-        "allocated, MB": megabytes("allocated"),
-        "time": of("time", ".3f"),
-        "fit: live": plan(megabytes("live")),
-        "fit: allocated": plan(megabytes("allocated")),
-        "fit: time": plan(of("time", ".3f")),
-        "fit: variance ratio": plan(of("noise", ".2g")),
-        "fit: plan": plan(lambda row: _worded(row.plan) if row.live else row.status),
-    }
-    return columns((row for row in rows if row.method != FIT), spec)
+    def share(name: str) -> Cell:
+        def text(row: Shape) -> str:
+            exact, value = getattr(cells[row.case, EXACT, row.dtype], name), getattr(row, name)
+            if value is None:
+                return row.status.partition(":")[0]
+            return f"{value / 1e6:,.0f} MB" if row.method == EXACT else f"{100 * value / exact:.0f} %"
+
+        return text
+
+    def time(row: Shape) -> str:
+        if row.seconds is None or row.time is None or row.lower is None or row.upper is None:
+            return ""
+        spread = (row.upper - row.lower) / 2 / row.seconds
+        return f"{row.seconds:.2f} s" if row.method == EXACT else f"{row.time:.2f} ± {spread * row.time:.2f}"
+
+    spec: dict[str, Cell] = {"shape": lambda key: key[0], "method": lambda key: key[1]}
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        spec |= {
+            f"{dtype}: kept": of_dtype(dtype, share("kept")),
+            f"{dtype}: in files": of_dtype(dtype, lambda row: f"{row.host / 1e6:,.0f} MB" if row.host else ""),
+            f"{dtype}: peak": of_dtype(dtype, share("peak")),
+            f"{dtype}: step": of_dtype(dtype, time),
+        }
+    return columns(dict.fromkeys((row.case, row.method) for row in rows), spec)
 
 
 def _solvers(rows: Sequence[Solved]) -> str:
@@ -363,8 +374,8 @@ TABLES: dict[str, Table] = {
     "fit-frontier": from_csv("fit-frontier", Fitted, _plans),
     "fit-methods": from_csv("fit-frontier", Fitted, _methods),
     "fit-claims": from_csv("fit-frontier", Fitted, _fit_claims),
-    "fit-neighbours": from_csv("fit-neighbours", Neighbour, _neighbours),
     "fit-images": from_csv("fit-images", ImagePlan, _images),
+    "shapes": from_csv("shapes", Shape, _shapes),
     "fit-solvers": from_csv("fit-solvers", Solved, _solvers),
     "fit-paper-claims": from_csv("fit-paper", Paper, _paper_claims),
     **{

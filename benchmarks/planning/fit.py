@@ -1,4 +1,4 @@
-"""Plans of fit, compared with single methods and with PyTorch's own means.
+"""Plans of fit, compared with single methods.
 
 Part "solvers" compares solvers on the same synthetic blocks: the integer program is the yardstick. Peaks are live
 bytes, to which the machine does not matter; times are ratios within one run. Rows of models that do not run now stay in
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.library import Option, choose, peak_of
-from benchmarks.planning import fit_frontier, fit_images, fit_neighbours, fit_paper
+from benchmarks.planning import fit_frontier, fit_images, fit_paper
 from benchmarks.planning.fit_images import IMAGES
 from benchmarks.planning.fit_paper import LARGE, PLACES
 from benchmarks.planning.fit_steps import MODELS, SEED
@@ -83,8 +83,7 @@ def _solved(options: list[list[Option]], share: float) -> list[dict[str, Any]]:
     return [row | {"cost": row["cost"] / best} if row.get("cost") else row for row in rows]
 
 
-PARTS = ("frontier", "neighbours", "solvers", "paper", "images")
-_COMPARED_WITH_NEIGHBOURS = ("roberta", "llama")
+PARTS = ("frontier", "solvers", "paper", "images")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,11 +126,6 @@ def _frontier(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) 
         yield fit_frontier.frontier(title, make(tiny), about, tiny=tiny)
 
 
-def _neighbours(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) -> Rows:
-    for title, make in (MODELS[name] for name in arguments.models if name in _COMPARED_WITH_NEIGHBOURS):
-        yield fit_neighbours.neighbours(title, make(tiny), about, tiny=tiny)
-
-
 def _solvers(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) -> Rows:
     found = compare(SEED, SIZES[:1] if tiny else SIZES)
     yield [Solved(**row, seed=SEED, **about) for row in found]
@@ -148,6 +142,4 @@ def _images(arguments: argparse.Namespace, about: dict[str, Any], tiny: bool) ->
         yield fit_images.plans(title, make(), about, tiny=tiny)
 
 
-_PARTS: dict[str, Callable[..., Rows]] = dict(
-    zip(PARTS, (_frontier, _neighbours, _solvers, _paper, _images), strict=True)
-)
+_PARTS: dict[str, Callable[..., Rows]] = dict(zip(PARTS, (_frontier, _solvers, _paper, _images), strict=True))

@@ -149,16 +149,18 @@ def medians(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> 
     return {title: statistics.median(seconds) for title, seconds in timed(model, runs, rounds).items()}
 
 
-def timed(model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS) -> dict[str, list[float]]:
+def timed(
+    model: nn.Module, runs: Mapping[str, Run], rounds: int = ROUNDS, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Time steps in turns, every second round in reverse order, after one step of each."""
     found: dict[str, list[float]] = {title: [] for title in runs}
     for number in range(-1, rounds):
         for title in list(runs)[:: -1 if number % 2 else 1]:
             clear(model)
-            begin = time.perf_counter()
+            begin = clock()
             runs[title]()
             if number >= 0:
-                found[title].append(time.perf_counter() - begin)
+                found[title].append(clock() - begin)
     clear(model)
     return found
 

@@ -16,9 +16,10 @@ from benchmarks.planning.chains import Cost, Run, Subset, revolve
 from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_images import LEAST, ImagePlan
-from benchmarks.planning.fit_neighbours import Neighbour
 from benchmarks.planning.fit_steps import EXACT, FIT
 from benchmarks.planning.graphs import Planned
+from benchmarks.planning.shapes import CHECKPOINT, OFFLOADED, Shape
+from benchmarks.planning.shapes import FIT as FIT_CHECKPOINT
 from benchmarks.planning.sweep import Waits
 from benchmarks.records import RESULTS, Row, Surveyed, read_rows
 from benchmarks.suites.growth import per_token
@@ -167,7 +168,7 @@ def test_what_blocks_save(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_plans_within_a_budget_and_what_they_are_compared_with(tmp_path: Path) -> None:
-    run(tmp_path, "fit", "--parts", "frontier", "neighbours", "--models", "roberta")
+    run(tmp_path, "fit", "--parts", "frontier", "--models", "roberta")
     rows = {(row.method, row.share): row for row in read_rows(tmp_path / "fit-frontier.csv", Fitted)}
     exact, met = rows["exact", None], rows[FIT, 0.5]
     assert len(rows) == 1 + 14 + 1 + 2
@@ -177,9 +178,18 @@ def test_plans_within_a_budget_and_what_they_are_compared_with(tmp_path: Path) -
     for method in ("recompute", "pack", "convert narrow"):
         half, every = (rows[f"{method} {part}", None].measured or 0 for part in ("half", "all"))
         assert every < half < (exact.measured or 0)
-    plans = [row for row in read_rows(tmp_path / "fit-neighbours.csv", Neighbour) if row.method == FIT]
-    assert plans
-    assert all(row.live is None or row.live <= (row.memory or 0) for row in plans)
+
+
+@pytest.mark.thorough
+def test_steps_of_shapes_keep_less_by_every_method_and_have_their_checkpoints_in_files(tmp_path: Path) -> None:
+    run(tmp_path, "shapes", "--dtypes", "float32")
+    rows = read_rows(tmp_path / "shapes.csv", Shape)
+    assert {row.status for row in rows if row.method != FIT_CHECKPOINT} == {"ok"}
+    kept = {(row.case, row.method): row.kept or 0 for row in rows}
+    for case in {row.case for row in rows}:
+        exact, checkpoints, offloaded = (kept[case, method] for method in ("exact", CHECKPOINT, OFFLOADED))
+        assert 0 < offloaded < checkpoints < exact == max(value for (one, _), value in kept.items() if one == case)
+    assert {row.method for row in rows if row.host} == {OFFLOADED}
 
 
 @pytest.mark.thorough
@@ -193,7 +203,7 @@ def test_plans_of_networks_of_images_with_codes_need_less_memory(tmp_path: Path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("what", ["left", "noise", "peaks", "steps", "images"])
+@pytest.mark.parametrize("what", ["left", "noise", "images"])
 def test_other_measurements_of_blocks(what: str, tmp_path: Path) -> None:
     run(tmp_path, "blocks", what, "--rounds", "1", "--draws", "2")
     assert (tmp_path / f"blocks-{what}.csv").stat().st_size > 300
