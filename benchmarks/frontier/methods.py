@@ -12,8 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from benchmarks.frontier.compiled import use_compiled
 from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
+from benchmarks.frontier.loract import use_loract
+from benchmarks.frontier.offloaded import use_offloaded
+from benchmarks.frontier.prac import use_prac
 from benchmarks.library import CacheEntry, SketchCache
 from benchmarks.suites.models import checkpoint
 from benchmarks.suites.paper import HEAD, use_paper
@@ -33,7 +37,7 @@ class Method:
     change: Callable[..., nn.Module | None]  # changes a model in place, or wraps it and returns what trains
     fields: Mapping[str, Any] = field(default_factory=dict)  # its arguments besides the model
     learning_rate: float = LEARNING_RATE  # of AdamW
-    # whether gradients are the exact model's to the bit, so that nothing has to be trained again
+    # whether gradients are the exact model's, but for the order of sums, so that nothing has to be trained again
     is_exact: bool = False
     is_indexed: bool = False  # whether the model takes the numbers of the examples
     is_tuned: bool = True  # whether it is fine-tuned on GLUE; otherwise it is in studies alone
@@ -76,6 +80,12 @@ def _wta(model: nn.Module, **fields: Any) -> nn.Module:
     return model
 
 
+def _loract(model: nn.Module, *, rank: int) -> nn.Module:
+    adapted = _lora(model, rank=rank)
+    use_loract(adapted)
+    return adapted
+
+
 def _lora(model: nn.Module, *, rank: int, groups: int | None = None) -> nn.Module:
     import peft
 
@@ -109,6 +119,8 @@ METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
     "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, {"every": 1}, is_exact=True),
     "checkpoint-half": Method("checkpointing, half", "exact", checkpoint, {"every": 2}, is_exact=True),
+    "checkpoint-offload": Method("checkpointing, offloaded", "exact", use_offloaded, is_exact=True),
+    "compiled": Method("exact, compiled", "exact", use_compiled, is_exact=True),
     **{
         f"gaussian-{share}": Method(f"Gaussian sketch, {share} %", "published", use_paper, {"ratio": share / 100})
         for share in (50, 20, 10)
@@ -122,8 +134,12 @@ METHODS: dict[str, Method] = {
     },
     "few-bits": Method("few-bit GELU, 3 bits", "published", use_few_bits, {"bits": 3}),
     "gact": Method("GACT's rule, 4 bits", "published", use_gact, {"bits": 4}),
+    "prac-4": Method("PRAC, rank 4", "published", use_prac, {"rank": 2, "interval": 200}),
+    "prac-60": Method("PRAC, 60 %", "published", use_prac, {"rank": 0.3, "interval": 500, "others": 0.2}),
+    "fp8": Method("inductor, 8 bits", "published", use_compiled, {"quantized": True}),
     "lora": _adapters(f"LoRA, rank {_RANK}", _lora),
     "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
+    "loract": _adapters("LoRAct, rank 1/8", _loract),
     "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
     "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),

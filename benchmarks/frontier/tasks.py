@@ -46,7 +46,8 @@ class Training:
 
 
 _BFLOAT16 = (
-    "exact", "checkpoint", "gaussian-10", "gact", "lora", "velora", "lora-tenth", "careful", "tenth", "smallest"
+    "exact", "checkpoint", "checkpoint-offload", "compiled", "gaussian-10", "gact", "prac-4", "prac-60", "fp8", "lora",
+    "velora", "loract", "lora-tenth", "careful", "tenth", "smallest",
 )  # fmt: skip
 TRAININGS: dict[str, Training] = {
     "sst2": Training("sst2", 2, 6000),

@@ -1,0 +1,27 @@
+"""Checkpoints of all blocks that wait outside of the memory that is counted: on a CPU, in files."""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from pathlib import Path
+
+from torch import nn
+
+from benchmarks.library import OFFLOAD, RECOMPUTE, BlockPlan, PlannedBlock, find_blocks
+
+_folders = weakref.WeakKeyDictionary[nn.Module, tempfile.TemporaryDirectory[str]]()
+
+
+def use_offloaded(model: nn.Module) -> None:
+    """Recompute every block, and keep what it is recomputed from in files, which go with the model."""
+    folder = tempfile.TemporaryDirectory(prefix="frontier-")
+    blocks = [PlannedBlock(name, f"{RECOMPUTE} + {OFFLOAD}") for name in find_blocks(model)]
+    BlockPlan(blocks, folder=folder.name).apply(model)
+    _folders[model] = folder
+
+
+def host_bytes(model: nn.Module) -> int | None:
+    """Count the bytes of a model that wait in files; None for methods that write none."""
+    folder = _folders.get(model)
+    return None if folder is None else sum(one.stat().st_size for one in Path(folder.name).rglob("offload-*"))
