@@ -40,15 +40,20 @@ def mean_text(values: Sequence[float], digits: int, *, factor: float = 1, sign: 
 
 
 _SEEDS = 3
-TITLES = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE"}
+_TASKS = {"sst2": "SST-2", "cola": "CoLA", "stsb": "STS-B", "rte": "RTE"}
+BFLOAT16 = "-bf16"  # how the names of tasks end that are trained in bfloat16
+TITLES = {f"{task}{end}": title for end in ("", BFLOAT16) for task, title in _TASKS.items()}
 # Runs begin on a plateau, and when they leave it moves scores and losses ten times as far as methods do elsewhere: in a
 # mean over tasks, nothing else would be seen.
-_APART = ("stsb",)
+_APART = ("stsb", f"stsb{BFLOAT16}")
 
 
-def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[str]:
-    """Return the tasks that tables and pictures show: a mean over tasks that some methods lack is not comparable."""
-    there = [task for task in TITLES if any(row.task == task for row in costs)]
+def tasks_of(epochs: Sequence[Epoch], costs: Sequence[Cost], end: str = "") -> list[str]:
+    """Return the tasks that tables and pictures show: a mean over tasks that some methods lack is not comparable.
+
+    ``end`` is how their names end: those of one kind of numbers are compared.
+    """
+    there = [f"{task}{end}" for task in _TASKS if any(row.task == f"{task}{end}" for row in costs)]
     return [task for task in there if len(_common(epochs, costs, task)) >= _SEEDS] or there
 
 
@@ -68,6 +73,7 @@ def _common(epochs: Sequence[Epoch], costs: Sequence[Cost], task: str) -> set[in
     methods = {EXACT if METHODS[row.method].is_exact else row.method for row in costs if row.task == task}
     last = [row for row in epochs if row.task == task and row.epoch == row.epochs]
     found = [{row.seed for row in last if row.method == method} for method in methods]
+    found = [seeds for seeds in found if seeds]  # of a method that was not trained yet, costs alone are shown
     return set.intersection(*found) if found else set()
 
 
@@ -93,11 +99,12 @@ def scores_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:
 
 
 def share_of(costs: Sequence[Cost], tasks: Sequence[str], method: str, field: str) -> float | None:
-    """Return a method's bytes or seconds by the exact step's."""
+    """Return a method's bytes or seconds by the exact step's; of bytes elsewhere, by those that it keeps."""
     found = list[float]()
     for task in tasks:
-        rows = {row.method: getattr(row, field) for row in costs if row.task == task}
-        value, exact = rows.get(method), rows.get(EXACT)
+        rows = {row.method: row for row in costs if row.task == task}
+        value = getattr(rows.get(method), field, None)
+        exact = getattr(rows.get(EXACT), "kept" if field == "host" else field, None)
         if value is None or not exact:
             return None
         found.append(value / exact)

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.offloaded import host_bytes
 from benchmarks.frontier.rows import Cost
 from benchmarks.frontier.runs import Asked
 from benchmarks.frontier.tasks import TRAININGS, Prepared, prepare
-from benchmarks.library import CONVERT, KEEP, LiveTensors, Peak
+from benchmarks.library import CONVERT, KEEP, LiveTensors, Peak, allocator_peak
 from benchmarks.noise.blocks import rss_of
 from benchmarks.planning.fit_steps import counts, fitted, live_peak, options_of, timed
 from benchmarks.processes import ProcessError, call, last_line
@@ -26,7 +27,7 @@ from rmm_linear.planning import BlockPlan, load_plan
 ROUNDS, TRAINED_ROUNDS = 9, 27  # a step on few rows is short, and one that is disturbed weighs more
 _M_MMAP_THRESHOLD = -3  # of glibc: larger tensors are pages of their own, which are given back
 # Their hooks store elsewhere what autograd would save.
-_OWN_HOOKS = ("checkpoint", "checkpoint-half", "gact")
+_OWN_HOOKS = ("checkpoint", "checkpoint-offload", "gact", "loract")
 
 
 def cost(asked: Asked, about: Mapping[str, Any]) -> Iterator[str]:
@@ -37,11 +38,12 @@ def cost(asked: Asked, about: Mapping[str, Any]) -> Iterator[str]:
     """
     path = asked.out / "frontier-cost.csv"
     for task in asked.tasks:
-        if TRAININGS[task].methods is not None:
+        if not has_costs(task):
             continue
         there = {row.method: row for row in known_rows(path, Cost) if row.task == task}
         some = {EXACT, *asked.methods, *there}
-        methods = [name for name, how in METHODS.items() if name in some and how.is_tuned]
+        able = TRAININGS[task].methods or METHODS
+        methods = [name for name, how in METHODS.items() if name in some and name in able and how.is_tuned]
         failed = {} if asked.is_over else _plan(asked, task, methods)
         known = [name for name in methods if _is_as_wanted(there.get(name), asked)]
         if len(known) < len(methods) or any(there[name].seconds is None for name in known):
@@ -55,6 +57,13 @@ def cost(asked: Asked, about: Mapping[str, Any]) -> Iterator[str]:
             kept = row.status if row.kept is None else f"{row.kept / 1e6:.1f} MB kept"
             yield f"{task}, {METHODS[method].title}: {kept}"
         yield _timed(asked, task, methods, about)
+
+
+def has_costs(task: str) -> bool:
+    """Say whether a task is measured: not where another one trains the same model on the same rows."""
+    training = TRAININGS[task]
+    alike = (name for name, one in TRAININGS.items() if (one.task, one.dtype) == (training.task, training.dtype))
+    return task == next(alike)
 
 
 def _timed(asked: Asked, task: str, methods: Sequence[str], about: Mapping[str, Any]) -> str:
@@ -168,12 +177,18 @@ def _bytes(asked: Asked, task: str, method: str) -> dict[str, Any]:
         found["saved"] = ledger.total
         loss.backward()
     model.zero_grad(set_to_none=True)
+    if METHODS[method].is_compiled:  # with operators seen one by one, it would not run as compiled
+        return found | {"kept": found["saved"], "peak": allocator_peak(step)}
     with LiveTensors(Peak()) as live:
         loss = model(**batch).loss
-        found["kept"] = live.now
+        kept, found["host"] = live.now, host_bytes(model)
         loss.backward()
-    found["peak"] = live_peak(model, step)
-    return found
+    held = _buffers(model) - _buffers(ready.model(0))
+    return found | {"kept": kept + held, "peak": live_peak(model, step) + held}
+
+
+def _buffers(model: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _rss(asked: Asked, task: str, method: str) -> int:

@@ -39,6 +39,7 @@ class Method:
     learning_rate: float = LEARNING_RATE  # of AdamW
     # whether gradients are the exact model's, but for the order of sums, so that nothing has to be trained again
     is_exact: bool = False
+    is_compiled: bool = False  # whether torch.compile makes the step, which hides its operators
     is_indexed: bool = False  # whether the model takes the numbers of the examples
     is_tuned: bool = True  # whether it is fine-tuned on GLUE; otherwise it is in studies alone
     budget: float | None = None  # of a plan: the share of what the exact step's peak has above the least of any plan
@@ -102,7 +103,6 @@ _PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
 _WTA = {"kind": "wta", "norm_estimator": "sample_cache", "uniform_mix": 1e-6, **_PUBLISHED}
 _DEFAULT = {"bits": 3, "activation_bits": 4, "norm_bits": 3}  # as RMMConfig() has them
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
-_NARROW = {"memory": 0.05, "bits": 2, "activation_bits": 2, "norm_bits": 2, "attention_bits": 4}
 
 
 def _dense(share: int) -> Method:
@@ -118,38 +118,30 @@ def _adapters(title: str, change: Callable[..., nn.Module], **fields: Any) -> Me
 METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
     "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, {"every": 1}, is_exact=True),
-    "checkpoint-half": Method("checkpointing, half", "exact", checkpoint, {"every": 2}, is_exact=True),
     "checkpoint-offload": Method("checkpointing, offloaded", "exact", use_offloaded, is_exact=True),
-    "compiled": Method("exact, compiled", "exact", use_compiled, is_exact=True),
+    "compiled": Method("exact, compiled", "exact", use_compiled, is_exact=True, is_compiled=True),
     **{
         f"gaussian-{share}": Method(f"Gaussian sketch, {share} %", "published", use_paper, {"ratio": share / 100})
-        for share in (50, 20, 10)
+        for share in (50, 10)
     },
     **{f"dense-{share}": _dense(share) for share in (20, 10)},
-    **{
-        f"wta-{share}": Method(
-            f"WTA-CRS, {share} %", "published", _wta, {"ratio": share / 100, **_WTA}, is_indexed=True
-        )
-        for share in (30, 10)
-    },
+    "wta-30": Method("WTA-CRS, 30 %", "published", _wta, {"ratio": 0.3, **_WTA}, is_indexed=True),
     "few-bits": Method("few-bit GELU, 3 bits", "published", use_few_bits, {"bits": 3}),
     "gact": Method("GACT's rule, 4 bits", "published", use_gact, {"bits": 4}),
     "prac-4": Method("PRAC, rank 4", "published", use_prac, {"rank": 2, "interval": 200}),
     "prac-60": Method("PRAC, 60 %", "published", use_prac, {"rank": 0.3, "interval": 500, "others": 0.2}),
-    "fp8": Method("inductor, 8 bits", "published", use_compiled, {"quantized": True}),
+    "fp8": Method("inductor, 8 bits", "published", use_compiled, {"quantized": True}, is_compiled=True),
     "lora": _adapters(f"LoRA, rank {_RANK}", _lora),
     "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
     "loract": _adapters("LoRAct, rank 1/8", _loract),
     "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
-    "linears": Method("ours, linears only", "ours", _converted, {"operations": ("linear",)}),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted, _DEFAULT),
     "careful": Method("ours, careful", "ours", _converted, QUALITIES["careful"]),
     "smallest": Method("ours, smallest", "ours", _converted, QUALITIES["smallest"]),
-    "narrow": Method("ours, narrow", "ours", _converted, _NARROW),
     **{
         f"fit-{share}": Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)
-        for share in (50, 25, 10)
+        for share in (25, 10)
     },
 }
 TUNED = tuple(name for name, method in METHODS.items() if method.is_tuned)

@@ -55,7 +55,8 @@ class Subspaces(nn.Module):
             self.principal, self.random = principal.to(x.dtype), drawn.to(x.dtype)
         self.calls += 1
         first, second = self.principal, self.random
-        assert first is not None and second is not None  # noqa: S101 made in the first call
+        assert first is not None  # noqa: S101 made in the first call
+        assert second is not None  # noqa: S101
         return x @ first, x @ second * ((width - rank) / rank), first, second
 
 
@@ -72,12 +73,17 @@ class Sharing:
 
     def __init__(self) -> None:
         self._source: Any = lambda: None
-        self._version, self._compressed = 0, None
+        self._version, self._readers = 0, set[Subspaces]()
+        self._compressed: Compressed | None = None
 
     def compress(self, subspaces: Subspaces, input: Tensor) -> Compressed:
-        if self._compressed is None or self._source() is not input or self._version != input._version:
+        """Project an input for one of its layers, which has the subspaces if it is the first to read it."""
+        is_there = self._source() is input and self._version == input._version and subspaces not in self._readers
+        if self._compressed is None or not is_there:
             self._compressed = subspaces.compress(input.detach().reshape(-1, input.shape[-1]))
             self._source, self._version = weakref.ref(input, self._forget), input._version
+            self._readers.clear()
+        self._readers.add(subspaces)
         return self._compressed
 
     def _forget(self, source: Any) -> None:
@@ -164,11 +170,11 @@ def use_prac(model: nn.Module, rank: float, interval: int, others: float | None 
     Those of the head, which see one row per sequence, are left as they are.
     """
     sharing = Sharing()
+    kinds: dict[type[nn.Module], tuple[type[_Layer], float | None]]
     kinds = {nn.Linear: (PracLinear, rank), nn.LayerNorm: (PracNorm, others)}
     for parent_name, parent in list(model.named_modules()):
         for name, child in parent.named_children():
-            how = (PracGELU, others) if type(child).__name__ == "GELUActivation" else kinds.get(type(child))
-            if how is None or how[1] is None or HEAD in (*parent_name.split("."), name):
-                continue
-            layer = how[0](child, Subspaces(how[1], interval), sharing)
-            setattr(parent, name, layer.train(child.training))
+            is_gelu = type(child).__name__ == "GELUActivation"
+            kind, share = (PracGELU, others) if is_gelu else kinds.get(type(child), (_Layer, None))
+            if share is not None and HEAD not in (*parent_name.split("."), name):
+                setattr(parent, name, kind(child, Subspaces(share, interval), sharing).train(child.training))

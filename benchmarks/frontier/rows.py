@@ -39,8 +39,12 @@ class Cost(Origin):
     batch: str = ""  # its shape, rows × tokens, none of which is padding
     # bytes that autograd saves, by the ledger; empty where hooks of the method store them elsewhere
     saved: int | None = None
-    kept: int | None = None  # live bytes between forward and backward pass
-    peak: int | None = None  # live bytes that a step makes at its peak, gradients among them
+    # live bytes between forward and backward pass, and what a method holds from step to step; of a compiled step, the
+    # saved ones
+    kept: int | None = None
+    host: int | None = None  # bytes that wait outside of that memory between the passes; empty where nothing does
+    # live bytes that a step makes at its peak, gradients among them; of a compiled step, by the allocator
+    peak: int | None = None
     rss: int | None = None  # what a step adds to the peak of the resident set; empty where there is no /proc
     seconds: float | None = None  # median of a step, steps of all methods in turns
     lower: float | None = None  # lower quartile of the same

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.frontier import aggregate as compared
@@ -18,16 +18,19 @@ from benchmarks.records import read_rows
 _README = {
     EXACT: "exact",
     "checkpoint": "checkpointing",
+    "checkpoint-offload": "checkpointing, offloaded",
     "tenth": "**ours**",
     "lora-tenth": "ours + LoRA",
     "fit-25": "fit",
 }
 _SUMMARY = (
-    EXACT, "checkpoint", "tenth", "narrow", "fit-25", "gact", "few-bits", "lora", "gaussian-50", "gaussian-10"
+    EXACT, "checkpoint", "checkpoint-offload", "careful", "tenth", "smallest", "fit-25", "gact", "fp8", "prac-4",
+    "prac-60", "few-bits", "lora", "loract", "gaussian-50", "gaussian-10",
 )  # fmt: skip
 _FIELDS = {
     "saved by autograd": "saved",
     "activation memory": "kept",
+    "in files": "host",
     "peak": "peak",
     "RSS": "rss",
     "step time": "time",
@@ -39,21 +42,27 @@ _ALL_ROWS = "sst2-full"
 class _Measured:
     """What was measured on the tasks that are comparable; cells of a method."""
 
-    def __init__(self, results: Path) -> None:
+    def __init__(self, results: Path, end: str = "") -> None:
+        """Read them; ``end`` is how the names of the tasks end."""
         self.every = read_rows(results / "frontier-accuracy.csv", Epoch)
         costs = read_rows(results / "frontier-cost.csv", Cost)
-        self.tasks = compared.tasks_of(self.every, costs)
+        self.tasks = compared.tasks_of(self.every, costs, end)
         self.costs = [row for row in costs if row.task in self.tasks]
         self.epochs = compared.comparable(self.every, self.costs)
         self.together, self.apart = compared.together_and_apart(self.tasks)
 
+    def of(self, methods: Iterable[str]) -> list[str]:
+        """Return those of some methods whose costs are known."""
+        return [name for name in methods if any(row.method == name for row in self.costs)]
+
     def shares(self, *titles: str) -> dict[str, Cell]:
-        """Return columns of bytes and times relative to exact."""
+        """Return columns of bytes and times relative to exact; bytes elsewhere have one if a method has such."""
+        is_any = any(row.host is not None for row in self.costs)
 
         def cell(field: str) -> Cell:
             return lambda method: share_text(share_of(self.costs, self.tasks, method, field), field)
 
-        return {title: cell(_FIELDS[title]) for title in titles}
+        return {title: cell(_FIELDS[title]) for title in titles if is_any or _FIELDS[title] != "host"}
 
     def difference(
         self, text: Callable[[Sequence[Epoch], Sequence[str], str], str], tasks: Sequence[str], exact: str = ""
@@ -74,28 +83,29 @@ def _readme(results: Path) -> str:
     measured = _Measured(results)
     spec = {
         "": lambda method: _README[method],
-        **measured.shares("activation memory", "peak", "step time"),
+        **measured.shares("activation memory", "in files", "peak", "step time"),
         "score, difference to exact": measured.difference(score_text, measured.together, "0"),
     }
-    return columns(_README, spec)
+    return columns(measured.of(_README), spec)
 
 
-def _summary(results: Path) -> str:
-    measured = _Measured(results)
+def _summary(results: Path, end: str = "") -> str:
+    measured = _Measured(results, end)
+    if not measured.costs:
+        return "Not measured yet."
     spec = {
         "": lambda method: f"**{_title(method)}**" if method == "tenth" else _title(method),
-        **measured.shares("activation memory", "peak", "step time", "step time, 32 rows"),
+        **measured.shares("activation memory", "in files", "peak", "step time", "step time, 32 rows"),
         "score, difference to exact": measured.difference(score_text, measured.together, "0"),
         "training loss": measured.difference(loss_text, measured.together, "0"),
         **{f"score, {TITLES[one]}": measured.difference(score_text, [one], "0") for one in measured.apart},
     }
-    return columns(_SUMMARY, spec)
+    return columns(measured.of(_SUMMARY), spec)
 
 
 def _costs(results: Path) -> str:
     measured = _Measured(results)
-    there = {row.method for row in measured.costs}
-    return columns([name for name in METHODS if name in there], {"method": _title, **measured.shares(*_FIELDS)})
+    return columns(measured.of(METHODS), {"method": _title, **measured.shares(*_FIELDS)})
 
 
 def _scores(results: Path) -> str:
@@ -112,7 +122,8 @@ def _scores(results: Path) -> str:
     for tasks, of in ((measured.together, ""), *(([task], f", {TITLES[task]}") for task in measured.apart)):
         spec[f"score, difference to exact{of}"] = measured.difference(score_text, tasks)
         spec[f"training loss, relative to exact{of}"] = measured.difference(loss_text, tasks)
-    there = [name for name in METHODS if any(measured.score(task, name) for task in measured.tasks)]
+    trained = [name for name, how in METHODS.items() if name == EXACT or not how.is_exact]
+    there = [name for name in trained if any(measured.score(task, name) for task in measured.tasks)]
     return columns(there, {**spec, "seeds": seeds})
 
 
@@ -161,6 +172,7 @@ def _shares(rows: Sequence[Share]) -> str:
 TABLES: dict[str, Table] = {
     "readme": _readme,
     "frontier-summary": _summary,
+    "frontier-bf16": lambda results: _summary(results, compared.BFLOAT16),
     "frontier-cost": _costs,
     "frontier-scores": _scores,
     "frontier-seeds": _all_seeds,

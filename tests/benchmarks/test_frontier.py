@@ -32,13 +32,14 @@ pytestmark = [
 def test_cost_and_accuracy_go_on_with_every_kind_of_method(
     places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    methods = ["exact", "checkpoint", "tenth"]
+    methods = ["exact", "checkpoint", "checkpoint-offload", "tenth"]
     run(places, tmp_path, "--parts", "cost", "accuracy", "--methods", *methods, "--seeds", "0")
     costs = {row.method: row for row in read_rows(tmp_path / "frontier-cost.csv", Cost)}
     exact = costs["exact"]
     assert (list(costs), exact.time) == (methods, 1)
     assert exact.kept == pytest.approx(exact.saved, rel=0.05)
-    assert {method for method, row in costs.items() if row.saved is None} == {"checkpoint"}
+    assert {method for method, row in costs.items() if row.saved is None} == {"checkpoint", "checkpoint-offload"}
+    assert {method for method, row in costs.items() if row.host} == {"checkpoint-offload"}
     for method in methods[1:]:
         assert (costs[method].kept or 0) < 0.6 * (exact.kept or 0)
         assert (costs[method].peak or 0) < (exact.peak or 0)
@@ -75,10 +76,10 @@ def test_a_run_that_fails_is_no_reason_to_stop_and_missing_plans_are_named(
         return train(name, method, *others)
 
     monkeypatch.setattr("benchmarks.frontier.tasks.train", fails)
-    run(places, tmp_path, "--parts", "accuracy", "--methods", "tenth", "narrow", "fit-25", "--seeds", "0")
+    run(places, tmp_path, "--parts", "accuracy", "--methods", "tenth", "smallest", "fit-25", "--seeds", "0")
     printed = capsys.readouterr().out
     assert "cola, tenth, 0 failed: out of luck" in printed
-    assert "[1/3] cola, narrow, 0: " in printed
+    assert "[1/3] cola, smallest, 0: " in printed
     assert "cola, fit-25, 0: no plan, see part cost" in printed
     assert "2 runs are left, 1 of which failed" in printed
     monkeypatch.setitem(TRAININGS, "cola", replace(TRAININGS["cola"], methods=("exact",), seeds=(0,)))
@@ -91,7 +92,7 @@ def test_a_run_that_fails_is_no_reason_to_stop_and_missing_plans_are_named(
 def test_costs_go_on_where_they_stopped(
     places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some, path = ["--parts", "cost", "--methods", "exact", "narrow"], tmp_path / "frontier-cost.csv"
+    some, path = ["--parts", "cost", "--methods", "exact", "smallest"], tmp_path / "frontier-cost.csv"
 
     def fails_in(name: str) -> Callable[..., Any]:
         def called(function: Callable[..., Any], *arguments: Any, timeout: float = 0.0) -> Any:
@@ -105,15 +106,22 @@ def test_costs_go_on_where_they_stopped(
     assert "not all measured yet" in capsys.readouterr().out
     monkeypatch.setattr(cost, "call", fails_in("_bytes"))
     run(places, tmp_path, *some)
-    assert {row.method: row.status for row in read_rows(path, Cost)} == {"exact": "ok", "narrow": "out of luck"}
-    assert "1 methods timed; without narrow: the same command tries again" in capsys.readouterr().out
+    assert {row.method: row.status for row in read_rows(path, Cost)} == {"exact": "ok", "smallest": "out of luck"}
+    assert "1 methods timed; without smallest: the same command tries again" in capsys.readouterr().out
     monkeypatch.setattr(cost, "call", fails_in("nothing"))
     run(places, tmp_path, *some)
     assert "2 methods timed" in capsys.readouterr().out
     # Another method at another commit: all rows are of that one, none is lost.
     run(places, tmp_path, "--parts", "cost", "--methods", "exact", "wide", "--commit", "abd")
     rows = read_rows(path, Cost)
-    assert ({row.method for row in rows}, {row.commit for row in rows}) == ({"exact", "narrow", "wide"}, {"abd"})
+    assert ({row.method for row in rows}, {row.commit for row in rows}) == ({"exact", "smallest", "wide"}, {"abd"})
+
+
+def test_tasks_that_train_the_same_model_on_the_same_rows_have_one_set_of_costs() -> None:
+    glue = ("sst2", "cola", "stsb", "rte")
+    assert [task for task in TRAININGS if cost.has_costs(task)] == [
+        f"{task}{end}" for end in ("", "-bf16") for task in glue
+    ]
 
 
 def test_runs_share_the_threads() -> None:

@@ -54,6 +54,7 @@ def test_means_are_of_seeds_and_tasks_that_all_methods_have() -> None:
     costs = [
         Cost(task=task, method=one) for task in ("cola", "rte", "stsb") for one in ("exact", "checkpoint", "tenth")
     ]
+    costs.append(Cost(task="cola", method="fp8"))  # it was not trained yet
     epochs = [epoch("exact", seed, 0.5, task) for task in ("cola", "stsb") for seed in range(5)]
     epochs += [epoch("tenth", seed, 0.5 + 0.1 * seed) for seed in range(3)]
     epochs += [epoch("tenth", seed, 0.4 if seed < 3 else 0.8, "stsb") for seed in range(4)]
@@ -64,6 +65,7 @@ def test_means_are_of_seeds_and_tasks_that_all_methods_have() -> None:
     assert {row.seed for row in found if row.task == "stsb"} == {0, 1, 2, 3}
     # 10 of 0, 10 and 20 with an error of 10 / √3, and 0 of −10, −10, −10 and 30 with one of 10.
     assert score_text(found, ["cola", "stsb"], "tenth") == "+5.0 ± 5.8"
+    assert score_text(found, ["cola"], "fp8") == ""
 
 
 @pytest.mark.parametrize(("loss", "found"), [(1.9, None), (2.5, 32**0.5), (3.0, 4), (3.5, 8**0.5), (4.1, None)])
