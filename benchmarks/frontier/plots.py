@@ -47,16 +47,18 @@ def plot_frontier(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
 _NAMES = {
     EXACT: "exact",
     "checkpoint": "checkpointing",
+    "checkpoint-offload": "checkpointing, offloaded",
     "tenth": "rmm_linear",
     "fit-25": "rmm_linear, fit",
     "lora": "LoRA",
     "gaussian-50": "Gaussian sketch",
+    "fp8": "inductor, 8 bits",
 }
 _LOSSES = 10  # %, from which on a training loss has the last colour
 
 
 def plot_readme(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
-    """Plot step time against activation memory, with the training loss as colour and the names of six methods."""
+    """Plot step time against activation memory, with the training loss as colour and the names of some methods."""
     tasks = compared.tasks_of(epochs, costs)
     if not tasks:
         return None

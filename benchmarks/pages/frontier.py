@@ -100,7 +100,7 @@ def _summary(results: Path, end: str = "") -> str:
         "training loss": measured.difference(loss_text, measured.together, "0"),
         **{f"score, {TITLES[one]}": measured.difference(score_text, [one], "0") for one in measured.apart},
     }
-    return columns(measured.of(_SUMMARY), spec)
+    return columns(measured.of(METHODS if end else _SUMMARY), spec)
 
 
 def _costs(results: Path) -> str:
