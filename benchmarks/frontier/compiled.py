@@ -1,8 +1,8 @@
 """The step as torch.compile makes it, and inductor's pass that saves activations in 8 bits.
 
 Source: PyTorch 2.13, ``torch/_functorch/partitioners.py``, ``activation_quantization_aten_pass``: what a compiled graph
-saves for the backward pass is divided by the largest of its magnitudes and rounded to the nearest float8 number, one
-scale per tensor. The error is the same for the same numbers: the gradient is biased. Of their settings, e4m3 with
+saves for the backward pass is divided by the largest magnitude of its row (of the last dimension) and rounded to the
+nearest float8 number. The error is the same for the same numbers: the gradient is biased. Of their settings, e4m3 with
 scales, for tensors of any size and of float32 too; parameters stay. Ours is nothing but the call.
 """
 
