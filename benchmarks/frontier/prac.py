@@ -94,6 +94,9 @@ class Sharing:
 class _Layer(nn.Module):
     """A layer that keeps its input in two subspaces."""
 
+    weight: Any
+    bias: Any
+
     def __init__(self, layer: nn.Module, subspaces: Subspaces, sharing: Sharing) -> None:
         super().__init__()
         self.subspaces, self._sharing = subspaces, sharing
