@@ -138,11 +138,12 @@ def test_offloaded_checkpoints_wait_in_files_which_go_with_the_model() -> None:
 def test_a_compiled_step_has_one_graph_for_all_shapes_and_saves_eight_bits_if_asked() -> None:
     from torch._dynamo.utils import counters
 
-    found = dict[str, tuple[list[float], dict[str, torch.Tensor], int]]()
+    found, graphs = dict[str, tuple[list[float], dict[str, torch.Tensor], int]](), list[int]()
     for name in ("exact", "compiled", "fp8"):
         model, losses = tiny_model("roberta", dropout=0.1, width=64).train(), list[float]()
         if name != "exact":
             counters.clear()
+            graphs.clear()
             use_compiled(model, quantized=name == "fp8")
         for rows, tokens in ((40, 20), (32, 10), (7, 33)):
             ids = token_ids(rows, tokens)
@@ -154,9 +155,10 @@ def test_a_compiled_step_has_one_graph_for_all_shapes_and_saves_eight_bits_if_as
                 loss = model(**batch).loss
             loss.backward()
             losses.append(float(loss.detach()))
+            graphs.append(counters["stats"]["unique_graphs"])
         found[name] = losses, gradients(model), ledger.total
         if name != "exact":
-            assert 1 <= counters["stats"]["unique_graphs"] <= 2  # of the first call, and of those after it
+            assert graphs[0] == graphs[-1] > 0  # other shapes need no other graphs
     (losses, exact, _), (_, same, whole), (others, other, saved) = found.values()
     assert others == pytest.approx(losses, abs=1e-5)  # with the masks of dropout that the exact model has
     size = torch.stack([exact[name].norm() for name in exact]).norm()
