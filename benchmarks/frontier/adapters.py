@@ -24,6 +24,7 @@ def quantize(model: nn.Module) -> None:
         sizes = layer.in_features, layer.out_features
         made = Linear4bit(*sizes, bias=False, compute_dtype=layer.weight.dtype, quant_type="nf4")
         made.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        made.support_avx512bf16_for_cpu = False  # else evaluations repack it for inference, and so it stays
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, made.to("cpu"))  # quantizes
 
