@@ -87,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def draw(out: Path) -> Iterator[str]:
     from benchmarks.frontier import plots
     from benchmarks.frontier.rows import Cost, Epoch, Point
-    from benchmarks.frontier.study import BATCHES, LONG
+    from benchmarks.frontier.study import BATCHES, DRAWN, LONG
 
     epochs = known_rows(out / "frontier-accuracy.csv", Epoch)
     costs, points = known_rows(out / "frontier-cost.csv", Cost), known_rows(out / "frontier-curves.csv", Point)
@@ -96,7 +96,7 @@ def draw(out: Path) -> Iterator[str]:
         "frontier": plots.plot_frontier(epochs, costs),
         "readme": plots.plot_readme(epochs, costs),
         "frontier-tasks": plots.plot_tasks(epochs, costs),
-        "frontier-curves": plots.plot_curves(points, BATCHES) if points else None,
+        "frontier-curves": plots.plot_curves(points, {name: BATCHES[name] for name in DRAWN}) if points else None,
         "frontier-long": plots.plot_long(long) if long else None,
     }
     for name, figure in figures.items():

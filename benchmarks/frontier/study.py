@@ -25,6 +25,7 @@ TITLES = {  # as tables and pictures show studies
     "experts": "mixture of experts on glosses", BASE: "LLaMA on nouns", "adapters": "adapters for verbs",
 }  # fmt: skip
 BATCHES = {"language": 8, "images": 64, "convolutions": 64, "experts": 8, BASE: 8, "adapters": 8}
+DRAWN = ("language", "images", "convolutions")  # the studies of the picture of curves, and of its tables
 LONG = "cola-long"  # the task of ten epochs
 
 
