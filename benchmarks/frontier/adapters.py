@@ -16,14 +16,14 @@ _WHOLE = "whole gradient"
 
 def quantize(model: nn.Module) -> None:
     """Store the weights of all linear layers but the head in 4 bits (bitsandbytes' nf4), as QLoRA does."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
 
     found = [name for name, one in model.named_modules() if type(one) is nn.Linear and name != "lm_head"]
     for name in found:
         layer: Any = model.get_submodule(name)
         sizes = layer.in_features, layer.out_features
         made = Linear4bit(*sizes, bias=False, compute_dtype=layer.weight.dtype, quant_type="nf4")
-        made.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
+        made.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")  # pyright: ignore[reportCallIssue]
         made.support_avx512bf16_for_cpu = False  # else evaluations repack it for inference, and so it stays
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, made.to("cpu"))  # quantizes

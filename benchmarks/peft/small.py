@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import random
 import sys
 import tempfile
@@ -101,7 +100,7 @@ def save_tiny(folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     texts: Any = tokenizer(_texts(64), padding=True, return_tensors="pt")
     ids, mask, loss = texts["input_ids"], texts["attention_mask"], torch.tensor(9.0)
-    while float(loss) > 1.5:
+    while float(loss.detach()) > 1.5:
         loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
         loss.backward()
         optimizer.step()
@@ -123,7 +122,6 @@ def _suite(arguments: argparse.Namespace, folder: str, patches: ExitStack) -> An
     def held(*_: Any) -> int:
         return process_bytes("VmRSS")
 
-    patches.enter_context(mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1"}))
     patches.enter_context(mock.patch.dict(sys.modules))
     put(sys, path=[str(arguments.suite), *sys.path])
     put(peft.utils, infer_device=lambda: "cuda")  # else utils.py ends here
@@ -139,6 +137,7 @@ def _suite(arguments: argparse.Namespace, folder: str, patches: ExitStack) -> An
     for one in (suite, utils):
         put(one, infer_device=lambda: "cpu", get_peft_branch=lambda: "none")
     put(suite, get_train_config=get_train_config, get_wiki_small=lambda: _texts(20), print_verbose=print)
+    put(suite, get_base_model_info=lambda _: None, get_dataset_info=lambda _: None)
     put(utils, device="cpu", RESULT_PATH_TEST=str(arguments.out), get_peft_worktree_is_dirty=lambda: False)
     put(data, load_dataset=load_local)
     put(utils, ACCELERATOR_MEMORY_INIT_THRESHOLD=2**40)

@@ -99,7 +99,7 @@ def others() -> Iterator[Any]:
     """One of each kind, and those that differ in a number where tests are thorough."""
     seen: set[str] = set()
     for name, one in METHODS.items():
-        if one.budget is None and not one.is_exact:
+        if one.budget is None and not one.is_exact and not name.startswith("qlora"):  # it changes the loss
             kind = name.split("-")[0]
             yield pytest.param(name, marks=[pytest.mark.thorough] * (kind in seen))
             seen.add(kind)
