@@ -190,7 +190,7 @@ def adapters(folder: str, weights: Path, *, tiny: bool = False) -> Study:
         torch.manual_seed(seed)
         return made.to(torch.bfloat16)
 
-    return dataclasses.replace(study, model=model, steps=study.steps if tiny else 750)
+    return dataclasses.replace(study, model=model, steps=study.steps if tiny else 800)
 
 
 def _glosses(
