@@ -91,12 +91,13 @@ def draw(out: Path) -> Iterator[str]:
 
     epochs = known_rows(out / "frontier-accuracy.csv", Epoch)
     costs, points = known_rows(out / "frontier-cost.csv", Cost), known_rows(out / "frontier-curves.csv", Point)
+    points = [row for row in points if row.study in DRAWN]
     long = [row for row in epochs if row.task == LONG]
     figures = {
         "frontier": plots.plot_frontier(epochs, costs),
         "readme": plots.plot_readme(epochs, costs),
         "frontier-tasks": plots.plot_tasks(epochs, costs),
-        "frontier-curves": plots.plot_curves(points, {name: BATCHES[name] for name in DRAWN}) if points else None,
+        "frontier-curves": plots.plot_curves(points, BATCHES) if points else None,
         "frontier-long": plots.plot_long(long) if long else None,
     }
     for name, figure in figures.items():

@@ -24,23 +24,24 @@ _TIMEOUT = 3600.0
 
 
 def steps(asked: Asked, about: Mapping[str, Any]) -> Iterator[str]:
-    """Measure all methods of every study, in one process: rows of one commit, times of one run."""
+    """Measure the methods of every study, in one process: times of one run, relative to the study's first method."""
     path = asked.out / "frontier-cost.csv"
     for name in asked.studies:
         if name == "adapters" and not weights_of(asked).is_file():
             yield f"{name} wait for their base, see part curves"
             continue
         rows = [Cost(**found, **about) for found in call(measured, name, asked, timeout=_TIMEOUT)]
-        put_rows(path, rows, lambda row, name=name: row.task == name)
+        new = {(row.task, row.method) for row in rows}
+        put_rows(path, rows, lambda row, new=new: (row.task, row.method) in new)
         yield f"{name}: {len(rows)} methods measured"
 
 
 def measured(name: str, asked: Asked) -> list[dict[str, Any]]:
-    """Return the columns of :class:`Cost`; times are relative to the study's first method."""
+    """Return the columns of :class:`Cost`."""
     study, rows, runs = make(name, asked), dict[str, dict[str, Any]](), dict[str, Any]()
     batch = next(study.batches(0, study.batch))
     shape = " × ".join(map(str, next(iter(batch.values())).shape))
-    for method in study.methods:
+    for method in (one for one in study.methods if one in {study.methods[0], *asked.methods}):
         how = METHODS[method]
         model = how.prepare(study.model(0)).train()
 
