@@ -34,6 +34,7 @@ COMMANDS = {
     "probe": ("noise.probe", "noise: the time that a probe costs"),
     "blocks": ("noise.blocks", "noise: what whole blocks save, the noise of it, and the times of images' steps"),
     "frontier": ("frontier.command", "frontier: accuracy, bytes and time of methods that train; resumes"),
+    "peft": ("peft.small", "peft: PEFT's suite MetaMathQA on a tiny model, from a checkout of PEFT"),
     "zoo": ("suites.zoo", "suites: every type of model of transformers, small: bytes left, outputs, gradients"),
     "table": ("pages.fill", "pages: write the tables of README and docs/ from the csv files"),
 }

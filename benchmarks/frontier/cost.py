@@ -27,7 +27,7 @@ from rmm_linear.planning import BlockPlan, load_plan
 ROUNDS, TRAINED_ROUNDS = 9, 27  # a step on few rows is short, and one that is disturbed weighs more
 _M_MMAP_THRESHOLD = -3  # of glibc: larger tensors are pages of their own, which are given back
 # Their hooks store elsewhere what autograd would save.
-_OWN_HOOKS = ("checkpoint", "checkpoint-offload", "gact", "loract")
+OWN_HOOKS = ("checkpoint", "checkpoint-offload", "gact", "loract")
 
 
 def cost(asked: Asked, about: Mapping[str, Any]) -> Iterator[str]:
@@ -171,7 +171,7 @@ def _bytes(asked: Asked, task: str, method: str) -> dict[str, Any]:
     found: dict[str, Any] = {"batch": _shape(batch), "trained_batch": _shape(small)}
     blocks = [] if plan is None else plan.blocks
     found["plan"] = counts(blocks)
-    if method not in _OWN_HOOKS and {block.choice for block in blocks} <= {KEEP, CONVERT}:
+    if method not in OWN_HOOKS and {block.choice for block in blocks} <= {KEEP, CONVERT}:
         with track_saved(model) as ledger:
             loss = model(**batch).loss
         found["saved"] = ledger.total

@@ -6,15 +6,17 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from benchmarks.frontier.adapters import has_variants, variant_noise
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Noisy, Point
 from benchmarks.frontier.runs import Asked, go_on, put_run
-from benchmarks.frontier.study import GLOSSES, Study, convolutions, images, language
+from benchmarks.frontier.study import BASE, Study, adapters, base, convolutions, experts, images, language
 from benchmarks.library import converted_modules
 from benchmarks.records import known_rows
 from rmm_linear.variance import gradient_noise
@@ -22,22 +24,32 @@ from rmm_linear.variance import gradient_noise
 Run = tuple[str, str, int, int]
 # Exact runs with smaller batches, by which the noise of methods is judged; only where a step sees rows for the first
 # time is a smaller batch nothing but noisier.
-SMALLER = {"images": (), "convolutions": (), "language": (7, 6, 4, 2, 1)}
+SMALLER = {"language": (7, 6, 4, 2, 1)}
 _MEASURED = (0.02, 0.1, 0.5, 1.0)  # shares of the steps, after which the noise is measured
 _WARM_UP, _LEAST = 0.05, 0.1
+_DRAWS = 2
 
 
-def make(study: str, glosses: str = GLOSSES, *, tiny: bool = False) -> Study:
-    makers = {"images": images, "convolutions": convolutions}
-    return makers[study](tiny=tiny) if study in makers else language(glosses, tiny=tiny)
+def make(study: str, asked: Asked) -> Study:
+    if study == "adapters":
+        return adapters(asked.wordnet, weights_of(asked), tiny=asked.tiny)
+    if study in ("images", "convolutions"):
+        return {"images": images, "convolutions": convolutions}[study](tiny=asked.tiny)
+    return {"language": language, "experts": experts, BASE: base}[study](asked.wordnet, tiny=asked.tiny)
 
 
-def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: bool) -> tuple[list[Point], list[Noisy]]:
+def weights_of(asked: Asked) -> Path:
+    """Where the study of the base leaves its model."""
+    return Path(asked.base_dir) / ("tiny.pt" if asked.tiny else "base.pt")
+
+
+def curve(name: str, method: str, seed: int, batch: int, asked: Asked) -> tuple[list[Point], list[Noisy]]:
     """Train a model from scratch, and measure the noise of compressed activations on the way."""
-    study, how = make(name, glosses, tiny=tiny), METHODS[method]
+    study, how = make(name, asked), METHODS[method]
     bare = study.model(seed)
     model = how.prepare(bare).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=study.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=study.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / study.steps))
     torch.manual_seed(seed)
     begin, losses = time.perf_counter(), list[float]()
@@ -64,6 +76,9 @@ def curve(name: str, method: str, seed: int, batch: int, glosses: str, tiny: boo
             )  # fmt: skip
             losses.clear()
     seconds = time.perf_counter() - begin
+    if name == BASE:
+        weights_of(asked).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), weights_of(asked))
     return [dataclasses.replace(point, seconds=seconds) for point in points], noises
 
 
@@ -75,33 +90,48 @@ def _rate(done: float) -> float:
 
 
 def _noise(model: nn.Module, rows: dict[str, Any], here: dict[str, Any]) -> list[Noisy]:
-    if not converted_modules(model):
-        return []
-    found = gradient_noise(model, rows, draws=2)
+    if converted_modules(model):
+        found = gradient_noise(model, rows, draws=_DRAWS)
+        totals = {operation: found.totals(operation) for operation in found.stand_ins}
+    else:
+        totals = {"all": variant_noise(model, rows, _DRAWS)} if has_variants(model) else {}
     return [
         Noisy(**here, operation=operation, block=block, noise=noise, sgd=sgd)
-        for operation in found.stand_ins
-        for block, (noise, sgd) in found.totals(operation).items()
+        for operation, blocks in totals.items()
+        for block, (noise, sgd) in blocks.items()
     ]
 
 
 def curves(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
-    """Run what is not there yet, or was run with other settings; the files are whole after every run."""
+    """Run what is not there yet, or was run with other settings; the files are whole after every run.
+
+    Adapters come after their base, which is trained once, with seed 0.
+    """
+    if "adapters" in asked.studies:
+        yield from _runs(dataclasses.replace(asked, studies=(BASE,), methods=(EXACT,), seeds=(0,)), about)
+        if not weights_of(asked).is_file():
+            yield "adapters wait for their base: the same command goes on"
+            asked = dataclasses.replace(asked, studies=[name for name in asked.studies if name != "adapters"])
+    yield from _runs(asked, about)
+
+
+def _runs(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
     path, noise_path = asked.out / "frontier-curves.csv", asked.out / "frontier-noise.csv"
     there = {_key(row): row for row in known_rows(path, Point)}
-    made = {name: make(name, asked.wordnet, tiny=asked.tiny) for name in asked.studies}
+    made = {name: make(name, asked) for name in asked.studies}
     every = [
         (name, method, seed, batch)
         for seed in asked.seeds
         for name, study in made.items()
         for method in study.methods
-        for batch in (study.batch, *(SMALLER[name] if method == EXACT else ()))
+        for batch in (study.batch, *(SMALLER.get(name, ()) if method == EXACT else ()))
         if method in asked.methods
     ]
 
     def is_as_wanted(row: Point) -> bool:
         now = (made[row.study].steps, made[row.study].learning_rate, METHODS[row.method].settings())
-        return now == (row.steps, row.learning_rate, row.settings)
+        is_lost = row.study == BASE and not weights_of(asked).is_file()
+        return now == (row.steps, row.learning_rate, row.settings) and not is_lost
 
     def keep(run: Run, found: tuple[list[Point], list[Noisy]]) -> str:
         # First the noise: of a run that is interrupted between the two files, its rows are replaced.
@@ -113,7 +143,7 @@ def curves(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
 
     pending = [run for run in every if run not in there or not is_as_wanted(there[run])]
     done = len(every) - len(pending)
-    yield from go_on(asked, len(every), done, pending, lambda run: (curve, *run, asked.wordnet, asked.tiny), keep)
+    yield from go_on(asked, len(every), done, pending, lambda run: (curve, *run, asked), keep)
 
 
 def _key(row: Point | Noisy) -> Run:

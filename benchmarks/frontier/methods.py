@@ -6,12 +6,13 @@ import hashlib
 import json
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from benchmarks.frontier.adapters import quantize, sketched_lora
 from benchmarks.frontier.compiled import use_compiled
 from benchmarks.frontier.few_bits import use_few_bits
 from benchmarks.frontier.gact import use_gact
@@ -115,6 +116,18 @@ def _adapters(title: str, change: Callable[..., nn.Module], **fields: Any) -> Me
     return Method(title, "fewer parameters", change, {"rank": _RANK, **fields}, LORA_LEARNING_RATE)
 
 
+def _adapt(model: nn.Module, rank: int, *, is_quantized: bool = False, quality: str | None = None) -> nn.Module:
+    if is_quantized:
+        quantize(model)
+    made = _lora(model, rank=rank)
+    return made if quality is None else _converted(made, **QUALITIES[quality])
+
+
+def _adapted(title: str, **fields: Any) -> Method:
+    """Of studies alone."""
+    return replace(_adapters(title, _adapt, **fields), is_tuned=False)
+
+
 METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
     "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, {"every": 1}, is_exact=True),
@@ -143,5 +156,9 @@ METHODS: dict[str, Method] = {
         f"fit-{share}": Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)
         for share in (25, 10)
     },
+    **{f"lora-{name}": _adapted(f"LoRA, and ours on it, {name}", quality=name) for name in ("careful", "smallest")},
+    "lora-sketched": replace(_adapters("LoRA, our variant", sketched_lora), is_tuned=False),
+    "qlora": _adapted(f"QLoRA, rank {_RANK}", is_quantized=True),
+    "qlora-tenth": _adapted("QLoRA, and ours on it", is_quantized=True, quality="default"),
 }
 TUNED = tuple(name for name, method in METHODS.items() if method.is_tuned)

@@ -32,6 +32,7 @@ class Asked:
     data_dir: str = ""  # in the official GLUE layout
     model_dir: str = ""
     wordnet: str = ""
+    base_dir: str = ""  # of the model that adapters have
     jobs: int = 1  # runs at a time
     deadline: float | None = None  # by ``time.monotonic``, after which nothing begins; None has no end
     tiny: bool = False  # few rows, steps and rounds

@@ -1,12 +1,14 @@
-"""Models that are trained from scratch: a ViT and a ResNet on scikit-learn's digits, a LLaMA on WordNet's glosses.
+"""Models that are trained from scratch: a ViT and a ResNet on scikit-learn's digits, and language models on WordNet.
 
-The tokenizer of the LLaMA is trained on the glosses too.
+A LLaMA and a mixture of experts are trained on its glosses, and so is their tokenizer. Another LLaMA, trained on those
+of nouns and adverbs, is the base of adapters for those of verbs and adjectives.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,13 @@ from torch import Tensor, nn
 from benchmarks.suites.models import build
 
 Batch = dict[str, Tensor]
+BASE = "base"  # the study whose model the adapters have
 TITLES = {  # as tables and pictures show studies
     "language": "LLaMA on glosses", "images": "ViT on digits", "convolutions": "ResNet on digits",
+    "experts": "mixture of experts on glosses", BASE: "LLaMA on nouns", "adapters": "adapters for verbs",
 }  # fmt: skip
-BATCHES = {"language": 8, "images": 64, "convolutions": 64}
+BATCHES = {"language": 8, "images": 64, "convolutions": 64, "experts": 8, BASE: 8, "adapters": 8}
+DRAWN = ("language", "images", "convolutions")  # the studies of the picture of curves, and of its tables
 LONG = "cola-long"  # the task of ten epochs
 
 
@@ -109,8 +114,11 @@ def _digits(
 
 GLOSSES = "/usr/share/wordnet"  # where Debian's wordnet-base has them
 _LENGTH, _HELD_OUT = 64, 0.01  # tokens of a row: a few glosses, so that all rows of a run are new ones
+_WORDS, _WIDTH, _TINY_WORDS, _TINY_WIDTH = 4096, 256, 300, 64
 _END = "<end>"
 _PARTS = ("data.noun", "data.verb", "data.adj", "data.adv")
+_KNOWN, _OTHERS = ("data.noun", "data.adv"), ("data.verb", "data.adj")  # what a base and its adapters are trained on
+_OF_OTHERS = 20  # one in so many of the others is held out
 
 
 def check_glosses(folder: Path) -> None:
@@ -122,10 +130,10 @@ def check_glosses(folder: Path) -> None:
             )
 
 
-def read_glosses(folder: Path) -> list[str]:
+def read_glosses(folder: Path, parts: Sequence[str] = _PARTS) -> list[str]:
     check_glosses(folder)
     texts = list[str]()
-    for part in _PARTS:
+    for part in parts:
         lines = (folder / part).read_text(encoding="utf-8").splitlines()
         texts += [line.partition(" | ")[2].strip() for line in lines if " | " in line]
     random.Random(0).shuffle(texts)
@@ -133,31 +141,88 @@ def read_glosses(folder: Path) -> list[str]:
 
 
 def language(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
-    words, width, layers, steps = (300, 32, 2, 12) if tiny else (4096, 256, 4, 3000)
     texts = read_glosses(Path(folder))
     count = int(_HELD_OUT * len(texts)) + 1
-    ids = _tokens(texts, texts[count:], words)
-    held_out, rest = ([token for text in part for token in text] for part in (ids[:count], ids[count:]))
+    methods = ("exact", "dense-20", "dense-10", "wide", "careful", "tenth", "smallest")
+    return _glosses("language", texts[count:], texts[:count], methods, tiny=tiny)
 
-    def cut(tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens[: len(tokens) // _LENGTH * _LENGTH]).view(-1, _LENGTH)
 
-    train, dev = ({"input_ids": rows, "labels": rows} for rows in map(cut, (rest, held_out)))
+def experts(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
+    """Train a mixture of experts on the same rows: 8 experts, two of which see a token."""
+    study = dataclasses.replace(language(folder, tiny=tiny), title=TITLES["experts"])
+    sizes: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    words, width = (_TINY_WORDS, _TINY_WIDTH) if tiny else (_WORDS, _WIDTH)
+
+    def model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": width // 8 * 11}
+        return _causal("Mixtral", words, width, **sizes, **heads)
+
+    methods = ("exact", "careful", "tenth", "smallest")
+    return dataclasses.replace(study, model=model, methods=methods, steps=study.steps if tiny else 1000)
+
+
+def base(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
+    """Train a LLaMA on the glosses of nouns and adverbs; held-out rows are those of the adapters."""
+    known, others = (read_glosses(Path(folder), parts) for parts in (_KNOWN, _OTHERS))
+    study = _glosses(BASE, known, others[: len(others) // _OF_OTHERS], ("exact",), tiny=tiny)
+    return study if tiny else dataclasses.replace(study, steps=1500)
+
+
+def adapters(folder: str, weights: Path, *, tiny: bool = False) -> Study:
+    """Adapt that model, in bfloat16, to the glosses of verbs and adjectives; no row comes twice.
+
+    Args:
+        folder: Of the glosses.
+        weights: State of the base, as the study "base" leaves it.
+        tiny: Whether to make it small.
+    """
+    known, others = (read_glosses(Path(folder), parts) for parts in (_KNOWN, _OTHERS))
+    count = len(others) // _OF_OTHERS
+    methods = (
+        "lora", "velora", "lora-sketched", "lora-careful", "lora-tenth", "lora-smallest", "qlora", "qlora-tenth"
+    )  # fmt: skip
+    study = _glosses("adapters", others[count:], others[:count], methods, tiny=tiny, known=known)
+
+    def model(seed: int) -> nn.Module:
+        made = study.model(0)
+        made.load_state_dict(torch.load(weights, weights_only=True))
+        torch.manual_seed(seed)
+        return made.to(torch.bfloat16)
+
+    return dataclasses.replace(study, model=model, steps=study.steps if tiny else 800)
+
+
+def _glosses(
+    name: str, texts: list[str], held_out: list[str], methods: tuple[str, ...], *, tiny: bool, known: Any = None
+) -> Study:
+    """Make a study of a LLaMA; the tokenizer is trained on ``known``, or on the texts."""
+    words, width, layers, steps = (_TINY_WORDS, _TINY_WIDTH, 2, 12) if tiny else (_WORDS, _WIDTH, 4, 3000)
+    ids = _tokens([*held_out, *texts], texts if known is None else known, words)
+
+    def cut(texts: list[list[int]]) -> Batch:
+        tokens = [token for text in texts for token in text]
+        rows = torch.tensor(tokens[: len(tokens) // _LENGTH * _LENGTH]).view(-1, _LENGTH)
+        return {"input_ids": rows, "labels": rows}
 
     def accuracy(logits: Tensor, labels: Tensor) -> float:
         return float((logits[:, :-1].argmax(-1) == labels[:, 1:]).double().mean())
 
     def model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 2 * width + width // 4 * 3}
-        sizes |= {"num_hidden_layers": layers, "num_attention_heads": 4, "vocab_size": words}
-        return build("Llama", "ForCausalLM", **sizes, max_position_embeddings=_LENGTH, use_cache=False)
+        sizes = {"intermediate_size": 2 * width + width // 4 * 3, "num_attention_heads": 4}
+        return _causal("Llama", words, width, **sizes, num_hidden_layers=layers)
 
-    methods = ("exact", "dense-20", "dense-10", "wide", "tenth", "narrow")
     return Study(
-        title="LLaMA on glosses", train=train, dev=dev, model=model, score=accuracy, metric="next-token accuracy",
-        batch=8, steps=steps, every=6 if tiny else 100, learning_rate=1e-3, methods=methods,
+        title=TITLES[name], train=cut(ids[len(held_out) :]), dev=cut(ids[: len(held_out)]), model=model,
+        score=accuracy, metric="next-token accuracy", batch=BATCHES[name], steps=steps, every=6 if tiny else 100,
+        learning_rate=1e-3, methods=methods,
     )  # fmt: skip
+
+
+def _causal(kind: str, words: int, width: int, **sizes: Any) -> nn.Module:
+    sizes |= {"vocab_size": words, "hidden_size": width, "max_position_embeddings": _LENGTH, "use_cache": False}
+    return build(kind, "ForCausalLM", **sizes)
 
 
 def _tokens(texts: list[str], known: list[str], words: int) -> list[list[int]]:

@@ -176,12 +176,12 @@ def families(width: int, batch: int, length: int) -> dict[str, Family]:
 def rss_of(step: Callable[[], object]) -> int:
     """Return how far a step raises the peak of the resident set of this process, on Linux."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the current size
-    before = _status("VmRSS")
+    before = process_bytes("VmRSS")
     step()
-    return _status("VmHWM") - before
+    return process_bytes("VmHWM") - before
 
 
-def _status(name: str) -> int:
+def process_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 

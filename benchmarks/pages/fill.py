@@ -27,7 +27,7 @@ TABLES: dict[str, Table] = {
 # Origins of several csv files; all others are named after their one file.
 _ORIGINS = {
     "frontier": ("frontier-cost", "frontier-accuracy"),
-    "training-noise": ("frontier-accuracy", "frontier-curves", "frontier-noise"),
+    "training-noise": ("frontier-accuracy", "frontier-curves", "frontier-noise", "frontier-cost"),
     "graphs": ("graphs-real", "graphs-paper", "graphs-order"),
 }
 _BEGIN = re.compile(r"^<!-- table: (\S+) -->$")

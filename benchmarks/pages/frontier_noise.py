@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.frontier.aggregate import mean_text
+from benchmarks.frontier.aggregate import mean_text, share_text
 from benchmarks.frontier.methods import EXACT, METHODS
-from benchmarks.frontier.rows import Epoch, Noisy, Point
-from benchmarks.frontier.study import BATCHES, LONG, TITLES
+from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
+from benchmarks.frontier.study import BASE, BATCHES, DRAWN, LONG, TITLES
 from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv
 from benchmarks.records import read_rows
@@ -20,6 +20,7 @@ from rmm_linear.variance import effective_batch
 
 _SLOW, _RAISED = "cola-slow", "cola-raised"
 _WHOLE = "whole gradient"
+_ADAPTED, _WITHOUT = "adapters", "their base, without adapters"
 
 
 def _by_epoch(task: str) -> Callable[[list[Epoch]], str]:
@@ -54,7 +55,7 @@ def _reached(points: Sequence[Point]) -> str:
     """Lay out what models reach, a line per study and method."""
     last: dict[tuple[str, str], dict[int, Point]] = {}
     for row in points:
-        if row.step == row.steps and row.batch == BATCHES[row.study]:
+        if row.study in DRAWN and row.step == row.steps and row.batch == BATCHES[row.study]:
             last.setdefault((row.study, row.method), {})[row.seed] = row
 
     def mean_of(value: Callable[[Point], float], digits: int, studies: Iterable[str] = TITLES) -> Cell:
@@ -78,13 +79,68 @@ def _reached(points: Sequence[Point]) -> str:
     return columns(sorted(last, key=lambda key: [*TITLES].index(key[0])), spec)
 
 
+def _of_study(study: str) -> Table:
+    """Make the table of what the methods of a study take, reach and add; relative to the first of them.
+
+    Adapters come after their base, as it is without them.
+    """
+
+    def make(results: Path) -> str:
+        every, costs = read_rows(results / "frontier-curves.csv", Point), read_rows(results / "frontier-cost.csv", Cost)
+        points = [row for row in every if row.study == study]
+        noises = [row for row in read_rows(results / "frontier-noise.csv", Noisy) if row.study == study]
+        taken = {row.method: row for row in costs if row.task == study}
+        last = {(row.method, row.seed): row.dev_loss for row in points if row.step == row.steps}
+        bases = [row.dev_loss for row in every if (row.study, row.step) == (BASE, row.steps) and study == _ADAPTED]
+        last |= {(BASE, seed): loss for seed, loss in enumerate(bases)}
+        first = next(iter(taken or dict.fromkeys(row.method for row in points)), "")
+
+        def share(field: str) -> Cell:
+            return lambda method: _share(taken, method, first, field)
+
+        def losses(method: str) -> str:
+            return mean_text([loss for (name, _), loss in last.items() if name == method], 4)
+
+        def apart(method: str) -> str:
+            found = [loss - last.get((first, seed), math.nan) for (name, seed), loss in last.items() if name == method]
+            return "" if method in (first, BASE) else mean_text(found, 4, sign=True)
+
+        def ratios(method: str) -> str:
+            sums: dict[int, dict[int, tuple[float, float]]] = {}
+            for row in (row for row in noises if (row.method, row.operation) == (method, "all")):
+                noise, sgd = sums.setdefault(row.step, {}).get(row.seed, (0.0, 0.0))
+                sums[row.step][row.seed] = noise + row.noise, sgd + row.sgd
+            return " / ".join(_ratio([*seeds.values()]) for _, seeds in sorted(sums.items()))
+
+        spec: dict[str, Cell] = {
+            "method": lambda method: _WITHOUT if method == BASE else METHODS[method].title,
+            "saved by autograd": share("saved"),
+            "peak": share("peak"),
+            "step time": share("time"),
+            "held-out loss": losses,
+            "difference": apart,
+            "variance ratio": ratios,
+            "seeds": lambda method: str(sum(name == method for name, _ in last)),
+        }
+        there = dict.fromkeys([*taken, *(row.method for row in points)])
+        return columns([*([BASE] if bases else []), *there], spec)
+
+    return make
+
+
+def _share(taken: dict[str, Cost], method: str, first: str, field: str) -> str:
+    if method not in taken or getattr(taken[method], field) is None:
+        return ""
+    return share_text(getattr(taken[method], field) / getattr(taken[first], field), field)
+
+
 def _through_training(noises: Sequence[Noisy]) -> str:
     """Lay out a line per study, operation and block, and the minibatch's variance of every block.
 
     In addition to the blocks that are numbered, the whole gradient.
     """
     lines, moments = list[tuple[str, ...]](), list[list[str]]()
-    for study in (name for name in TITLES if any(row.study == name for row in noises)):
+    for study in (name for name in DRAWN if any(row.study == name for row in noises)):
         here = [row for row in noises if row.study == study and row.method == "tenth"]
         steps = sorted({row.step for row in here})
         blocks = [block for block in dict.fromkeys(row.block for row in here) if block.rpartition(".")[2].isdigit()]
@@ -228,6 +284,8 @@ TABLES: dict[str, Table] = {
     "frontier-slow": from_csv("frontier-accuracy", Epoch, _by_epoch(_SLOW)),
     "frontier-raised": from_csv("frontier-accuracy", Epoch, _by_epoch(_RAISED)),
     "frontier-curves": from_csv("frontier-curves", Point, _reached),
+    "frontier-experts": _of_study("experts"),
+    "frontier-adapters": _of_study(_ADAPTED),
     "frontier-noise": from_csv("frontier-noise", Noisy, _through_training),
     "frontier-predictions": _predicted,
     "frontier-exact": _exact_batches,

@@ -8,6 +8,7 @@ from benchmarks.library import table
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
 from benchmarks.planning.long_longest import EXACT, FULL, MEMORIES, OTHERS, QLORA, UNSLOTH, Longest
 from benchmarks.planning.long_random import Drawn, Lowest
+from benchmarks.planning.long_sequence import LongStep
 from benchmarks.planning.long_store import Stored
 from benchmarks.planning.long_tiles import Working
 
@@ -26,6 +27,12 @@ _STORED: dict[str, Cell] = {
     "in files, MB": megabytes("files"),
     "time": of("time", ".2f"),
     "error of gradients": _gradients,
+}
+_LONG_STEPS: dict[str, Cell] = {
+    "blocks": lambda row: f"{row.method}, {row.dtype}" if row.method == "exact" else row.method,
+    **{title: cell for title, cell in _STORED.items() if title not in ("blocks", "error of gradients")},
+    "error of the gradient": lambda row: "" if row.method == "exact" else f"{row.error:.2g}",
+    "plan": lambda row: row.plan if row.method.startswith("fit") else "",
 }
 _LOWEST: dict[str, Cell] = {
     "options": of("options"),
@@ -118,6 +125,7 @@ def _claims(rows: Sequence[Drawn]) -> str:
 
 TABLES: dict[str, Table] = {
     "long-store": from_csv("long-store", Stored, lambda rows: columns(rows, _STORED)),
+    "long-sequence": from_csv("long-sequence", LongStep, lambda rows: columns(rows, _LONG_STEPS)),
     "long-tiles": from_csv("long-tiles", Working, _tiles),
     "long-tile-times": from_csv("long-tiles", Working, _tile_times),
     "long-longest": from_csv("long-longest", Longest, lambda rows: columns(rows, _LONGEST)),

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.planning import long_longest, long_random, long_store, long_tiles
+from benchmarks.planning import long_longest, long_random, long_sequence, long_store, long_tiles
 from benchmarks.planning.long_longest import Longest
 from benchmarks.records import add_choices, add_output, known_rows, origin, put_rows, show, write_rows
 
@@ -34,6 +34,10 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
             for row in long_random.drawn(about, tiny=arguments.tiny):
                 put_rows(path, [row], lambda other, number=row.number: other.number == number)
                 yield show([row]) + "\n"
+        elif part == "sequence":  # a dtype at a time
+            for rows in long_sequence.sequences(about, tiny=arguments.tiny):
+                put_rows(path, rows, lambda other, dtype=rows[0].dtype: other.dtype == dtype)
+                yield show(rows) + "\n"
         else:
             rows = _PARTS[part](about, tiny=arguments.tiny)
             write_rows(path, rows)
@@ -46,6 +50,7 @@ def _stored(about: dict[str, Any], *, tiny: bool) -> list[Any]:
 
 _PARTS: dict[str, Callable[..., Any]] = {
     "store": _stored,
+    "sequence": long_sequence.sequences,
     "tiles": long_tiles.working,
     "least": long_random.lowest,
     "random": long_random.drawn,

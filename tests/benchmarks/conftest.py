@@ -26,6 +26,6 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods are compared in this process; processes of their own have tests of their own."""
-    for module in ("cost", "runs"):
+    for module in ("cost", "runs", "study_steps"):
         monkeypatch.setattr(f"benchmarks.frontier.{module}.call", lambda run, *arguments, timeout=0.0: run(*arguments))
     monkeypatch.setattr("benchmarks.frontier.cost.give_back", lambda: None)  # it would slow all tests that follow

@@ -142,6 +142,7 @@ def test_runs_share_the_threads() -> None:
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--data_dir", "nowhere"], "official GLUE layout; there is no nowhere"),
         (["--parts", "curves", "--wordnet", "nowhere"], "apt-get install wordnet-base"),
+        (["--parts", "steps", "--studies", "experts", "--wordnet", "nowhere"], "apt-get install wordnet-base"),
     ],
 )
 def test_what_cannot_work_is_said_first(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,13 +164,18 @@ def test_curves_of_models_from_scratch(tmp_path: Path, capsys: pytest.CaptureFix
     for part in ("noun", "verb", "adj", "adv"):
         lines = 20 * [f"0 n | {text}; as {text}  " for text in words]
         (tmp_path / f"data.{part}").write_text("  1 the licence\n" + "\n".join(lines), encoding="utf-8")
-    some = ["frontier", "--parts", "curves", "--wordnet", str(tmp_path), "--methods", "exact", "tenth", "dense-10"]
+    some = ["frontier", "--parts", "curves", "steps", "--wordnet", str(tmp_path), "--base_dir", str(tmp_path / "base")]
+    some += ["--methods", "exact", "tenth", "dense-10", "lora", "lora-sketched", "qlora-tenth"]
     some += ["--seeds", "0", "--out", str(tmp_path), "--tiny", "--commit", "abc"]
     assert main(some) == 0
     points = read_rows(tmp_path / "frontier-curves.csv", Point)
     runs = {(row.study, row.method, row.batch) for row in points}
     assert {batch for study, method, batch in runs if (study, method) == ("language", "exact")} == {8, 7, 6, 4, 2, 1}
+    assert {("base", "exact", 8), ("experts", "tenth", 8), ("adapters", "qlora-tenth", 8)} <= runs
+    costs = {row.method: row for row in read_rows(tmp_path / "frontier-cost.csv", Cost) if row.task == "adapters"}
+    assert (costs["qlora-tenth"].saved or 0) < (costs["lora-sketched"].saved or 0) < (costs["lora"].saved or 0)
     noises = read_rows(tmp_path / "frontier-noise.csv", Noisy)
+    assert {row.method for row in noises if row.study == "adapters"} == {"lora-sketched", "qlora-tenth"}
     assert {"all", "linear", "norm", "activation", "attention"} <= {r.operation for r in noises if r.method == "tenth"}
     capsys.readouterr()
     assert main(some) == 0

@@ -11,6 +11,7 @@ from benchmarks.planning.fit_steps import step_of
 from benchmarks.planning.long_longest import COMMANDS, MEMORIES, UNSLOTH, Longest, picture
 from benchmarks.planning.long_longest import EXACT as EXACT_ONLY
 from benchmarks.planning.long_random import Drawn, Lowest
+from benchmarks.planning.long_sequence import LongStep
 from benchmarks.planning.long_store import CHUNKED, Stored, errors, gradients_of, plan_of, small
 from benchmarks.planning.long_tiles import TILED, WHOLE, Working
 from benchmarks.records import RESULTS, read_rows
@@ -90,11 +91,15 @@ def test_a_plan_for_all_layers_has_the_gradients_of_the_exact_one(tmp_path: Path
 
 @pytest.mark.parametrize(
     "part",
-    ["tiles", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("store", "least", "random", "longest"))],
+    [
+        "tiles",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("store", "sequence", "least", "random", "longest")),
+    ],
 )
 def test_small_runs(part: str, tmp_path: Path) -> None:
     assert main(["long", "--parts", part, "--tiny", "--out", str(tmp_path), "--commit", "abc"]) == 0
-    kind = {"tiles": Working, "store": Stored, "least": Lowest, "random": Drawn, "longest": Longest}[part]
+    kinds = {"tiles": Working, "store": Stored, "sequence": LongStep, "least": Lowest, "random": Drawn}
+    kind = {**kinds, "longest": Longest}[part]
     rows = read_rows(tmp_path / f"long-{part}.csv", kind)
     assert {row.commit for row in rows} == {"abc"}
     if part == "store":

@@ -200,7 +200,8 @@ def others() -> Iterator[Any]:
     """One of each kind, and those that differ in a number where tests are thorough."""
     seen: set[str] = set()
     for name, one in METHODS.items():
-        if one.budget is None and not one.is_exact and not one.is_compiled:
+        is_same_loss = not name.startswith("qlora")
+        if one.budget is None and not one.is_exact and not one.is_compiled and is_same_loss:
             kind = name.split("-")[0]
             yield pytest.param(name, marks=[pytest.mark.thorough] * (kind in seen))
             seen.add(kind)

@@ -1,0 +1,1 @@
+"""PEFT's method comparison: an experiment for it, and the same run on a tiny model."""
