@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rmm_linear.ops.dispatch import Call, Case, call, operator
+from rmm_linear.ops.native import sketches as native
 from rmm_linear.ops.sketches import DECODE, ENCODE, PACK, whole
 from rmm_linear.packing import CODES, GROUP, encoded_parts, is_normal
 from rmm_linear.packing.stored import SEED, Part, blank_stored, stored_bytes, views
@@ -30,7 +31,9 @@ def _parts(rows: int, columns: int, bits: float) -> list[Part]:
     return [SEED, *encoded_parts(rows, columns, whole(bits) or 0)]
 
 
-@operator("encode_matrix", samples=_samples, flops=lambda x, *_: 2 * GROUP * math.prod(x))
+@operator(
+    "encode_matrix", samples=_samples, flops=lambda x, *_: 2 * GROUP * math.prod(x), native=native.stored_matrix
+)
 def encode_matrix(x: Tensor, bits: float, seed: int | None) -> Tensor:
     """Store a matrix in few bits, with its seed; floating point, shape (rows, columns)."""
     rows, columns = x.shape
@@ -56,6 +59,7 @@ def _(x, bits, seed):
     "(Tensor stored, SymInt rows, SymInt columns, float bits, ScalarType dtype) -> Tensor",
     samples=_decode_samples,
     flops=lambda stored, rows, columns, *_: 2 * GROUP * rows * columns,
+    native=native.read_matrix,
 )
 def decode_matrix(stored: Tensor, rows: int, columns: int, bits: float, dtype: torch.dtype) -> Tensor:
     """Return what :func:`encode_matrix` has stored of a matrix of a shape and dtype."""

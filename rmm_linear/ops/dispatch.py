@@ -32,6 +32,7 @@ from rmm_linear.spec import SaveSpec
 # float32 and the half types, all that the C library and the kernels read; float64 where it is converted for them.
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
+_READ = NARROW | {torch.uint8}  # or stored bytes
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
 _has_gradients, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 _profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
@@ -200,7 +201,7 @@ class Operator:
         workspace: Bytes that a call takes beyond its results on an accelerator, a function of the flat arguments; None
             for operators that take little.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
-            tensors on CPU in float32 and half types. Where it is None or returns NotImplemented, ``function`` runs.
+            tensors on CPU in float32 and half types, or stored bytes. Where it is None or returns NotImplemented, ``function`` runs.
         repeated: Repeats the launches of ``function`` on CUDA; None where it does more than to launch kernels of ours.
     """
 
@@ -253,7 +254,7 @@ class Operator:
         Memory holds the values of all tensors: no subclasses, nor wrapped or lazily negated ones, and none by name.
         """
         first = arguments[0]
-        if self.native is not None and first.is_cpu and first.dtype in NARROW:
+        if self.native is not None and first.is_cpu and first.dtype in _READ:
             setting = ENVIRONMENT.get(SETTING)
             if setting not in self._settings:
                 self._settings[setting] = backends_of("cpu")[0] == "native"

@@ -113,23 +113,29 @@ static void pack_channel_rows(
     const void *x, int type, shape s, int64_t begin, int64_t end, const float *means, const float *factors, int bits,
     noise *n, uint8_t *codes, uint8_t *scales, float *buffer) {
     int64_t whole = s.columns / GROUP, groups = (s.columns + GROUP - 1) / GROUP, length = code_bytes(s.columns, bits);
-    float *h = buffer + s.columns;
+    int each = whole == groups && whole && whole <= LANES / 2 ? (int)whole : LANES;
     lanes sign[PARTS];
     load_signs(n->signs, sign);
-    for (int64_t row = begin; row < end; row++) {
-        const float *from = widened(x, type, row * s.columns, s.columns, buffer);
-        const float *mean = means + first_channel(s, row), *factor = factors + first_channel(s, row);
-        if (s.length == 1)
-            for (int64_t i = 0; i < s.columns; i++) h[i] = (from[i] - mean[i]) * factor[i];
-        else
-            for (int64_t k = 0; k < s.columns / s.length; k++) {
-                float shift = mean[k], scale = factor[k];
-                int64_t i = k * s.length, end = i + s.length;
-                for (; i + LANES <= end; i += LANES) STORE(h + i, (LOAD(from + i) - shift) * scale);
-                if (i < end) store_some(h + i, (int)(end - i), (load_some(from + i, (int)(end - i), 0) - shift) * scale);
-            }
+    for (int64_t row = begin, some; row < end; row += some) {
+        some = LANES / each < end - row ? LANES / each : end - row; /* short rows, whose scales are found together */
+        for (int64_t r = row; r < row + some; r++) {
+            const float *from = widened(x, type, r * s.columns, s.columns, buffer);
+            const float *mean = means + first_channel(s, r), *factor = factors + first_channel(s, r);
+            float *h = buffer + (1 + r - row) * s.columns;
+            if (s.length == 1)
+                for (int64_t i = 0; i < s.columns; i++) h[i] = (from[i] - mean[i]) * factor[i];
+            else
+                for (int64_t k = 0; k < s.columns / s.length; k++) {
+                    float shift = mean[k], scale = factor[k];
+                    int64_t i = k * s.length, stop = i + s.length;
+                    for (; i + LANES <= stop; i += LANES) STORE(h + i, (LOAD(from + i) - shift) * scale);
+                    int left = (int)(stop - i);
+                    if (left) store_some(h + i, left, (load_some(from + i, left, 0) - shift) * scale);
+                }
+        }
+        const float *h = buffer + s.columns;
         uint8_t *to = codes + row * length, *row_scales = scales + row * groups;
-        pack_whole_groups(h, whole, bits, sign, n->rows[row], n->columns, to, row_scales);
+        pack_whole_groups(h, some * whole, bits, sign, n->rows + row, each, n->columns, to, row_scales);
         if (whole < groups)
             pack_short_group(
                 h + whole * GROUP, (int)(s.columns - whole * GROUP), bits, 0, n->rows[row], n->columns + whole * GROUP,
@@ -292,7 +298,7 @@ int V(rmm_pack_channels)(
     int64_t rows, int64_t columns, float eps, const float *given, const float *given_rstds, int bits, int64_t seed,
     uint8_t *codes, uint8_t *scales, float *rstds, int threads) {
     shape s = {samples, places, channels, length, groups, rows, columns};
-    int64_t count = apart(s) * channels, each = 2 * columns + 3 * channels, size = set_channels(s);
+    int64_t count = apart(s) * channels, each = 2 * columns + LANES * GROUP + 3 * channels, size = set_channels(s);
     noise n;
     if (!begin_noise(&n, seed, 0, rows, columns)) return 2;
     pair *sums = calloc(threads * count * sizeof(pair) + (threads * each + 2 * count) * sizeof(float) + 1, 1);

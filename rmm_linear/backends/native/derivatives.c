@@ -197,6 +197,15 @@ INLINE void apply_group(
 /* dY where the bit is set; elsewhere 0, or the slope times dY. */
 INLINE void apply_exact_group(const float *y, int size, const uint8_t *from, int kind, float slope, float *out) {
     uint8_t q[GROUP];
+    if (size == GROUP) {
+        ints is_kept[PARTS] = {{0}};
+        split_plane(from, 0, 1, is_kept);
+        for (int k = 0; k < PARTS; k++) {
+            lanes v = LOAD(y + k * LANES), other = kind == LEAKY_RELU ? v * slope : all(0);
+            STORE(out + k * LANES, PICK(-is_kept[k], v, other));
+        }
+        return;
+    }
     split(from, size, 1, q);
     if (kind != LEAKY_RELU)
         for (int i = 0; i < size; i++) out[i] = q[i] ? y[i] : 0;

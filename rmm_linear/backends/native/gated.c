@@ -51,7 +51,7 @@ INLINE void finish_row_part(
     batch *b, const noise *n, int which, int64_t row, int64_t columns, int64_t first, int bits, packed to) {
     int64_t groups = (columns + GROUP - 1) / GROUP, bytes = code_bytes(columns, bits);
     finish_batch(
-        b, bits, 0, n[which].rows[row], n[which].columns + first * GROUP,
+        b, bits, 0, n[which].rows + row, LANES, n[which].columns + first * GROUP,
         to.codes + row * bytes + first * 8 * bits, to.scales + row * groups + first);
 }
 

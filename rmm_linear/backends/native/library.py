@@ -189,7 +189,7 @@ def unpack(
     """Write rows that codes and scales represent.
 
     codes, scales: Addresses of what :func:`pack` wrote. matrix: Written to; float32, bfloat16 or float16, shape (n, I),
-    contiguous: the rows from ``first`` on. rotated: Whether whole groups stay rotated; else, ``matrix`` is float32.
+    contiguous: the rows from ``first`` on. rotated: Whether whole groups stay rotated.
     """
     run(
         "rmm_unpack", codes, scales, first, *matrix.shape, bits, seed, not rotated,

@@ -25,7 +25,7 @@ INLINE void pack_norm_groups(
             for (int k = 0; k < PARTS; k++) v[k] = (LOAD(x + group * GROUP + k * LANES) - mean) * rstd * signs[k];
             add_group(&b, v);
         }
-        finish_batch(&b, bits, 1, a, c + first * GROUP, codes + first * 8 * bits, scales + first);
+        finish_batch(&b, bits, 1, &a, LANES, c + first * GROUP, codes + first * 8 * bits, scales + first);
     }
 }
 

@@ -3,9 +3,10 @@
  * Results equal those of plain PyTorch but for the last bits of the rotation, whose sums are made in another order.
  */
 
+/* The groups of a row, or of rows that have `each` groups, of which there are at most LANES. a: of every row. */
 INLINE void pack_whole_groups(
-    const float *z, int64_t groups, int bits, const lanes signs[PARTS], int32_t a, const int32_t *c, uint8_t *codes,
-    uint8_t *scales) {
+    const float *z, int64_t groups, int bits, const lanes signs[PARTS], const int32_t *a, int each, const int32_t *c,
+    uint8_t *codes, uint8_t *scales) {
     for (int64_t first = 0; first < groups; first += LANES) {
         batch b;
         begin_batch(&b);
@@ -14,7 +15,7 @@ INLINE void pack_whole_groups(
             for (int k = 0; k < PARTS; k++) v[k] = LOAD(z + group * GROUP + k * LANES) * signs[k];
             add_group(&b, v);
         }
-        finish_batch(&b, bits, 0, a, c + first * GROUP, codes + first * 8 * bits, scales + first);
+        finish_batch(&b, bits, 0, a, each, c + first * GROUP, codes + first * 8 * bits, scales + first);
     }
 }
 
@@ -29,7 +30,7 @@ static void pack_rows(
         const float *z = hashed_row(m, row, buffer);
         uint8_t *to = codes + row * length;
         uint8_t *row_scales = scales + row * groups;
-        pack_whole_groups(z, whole, bits, sign, a[row], c, to, row_scales);
+        pack_whole_groups(z, whole, bits, sign, a + row, LANES, c, to, row_scales);
         if (whole < groups)
             pack_short_group(
                 z + whole * GROUP, (int)(columns - whole * GROUP), bits, 0, a[row], c + whole * GROUP,
@@ -37,13 +38,16 @@ static void pack_rows(
     }
 }
 
+/* signs: of the rotation, which is undone; null leaves it. */
 INLINE void unpack_row(
-    const uint8_t *codes, const uint8_t *scales, int64_t columns, int bits, int32_t a, const int32_t *c, void *z,
-    int type, int64_t place) {
+    const uint8_t *codes, const uint8_t *scales, int64_t columns, int bits, const lanes *signs, int32_t a,
+    const int32_t *c, void *z, int type, int64_t place) {
     int64_t whole = columns / GROUP;
     for (int64_t group = 0; group < whole; group++) {
         lanes v[PARTS];
         unpack_group(bits, 0, codes + group * 8 * bits, a, c + group * GROUP, scales + group, v);
+        if (signs) rotate(v);
+        for (int k = 0; signs && k < PARTS; k++) v[k] *= signs[k];
         for (int k = 0; k < PARTS; k++) store_elements(z, type, place + group * GROUP + k * LANES, v[k]);
     }
     int left = (int)(columns - whole * GROUP);
@@ -56,14 +60,14 @@ INLINE void unpack_row(
 
 static void unpack_rows(
     const uint8_t *codes, const uint8_t *scales, int64_t begin, int64_t end, int64_t columns, int bits,
-    const int32_t *a, const int32_t *c, void *z, int type) {
+    const lanes *signs, const int32_t *a, const int32_t *c, void *z, int type) {
     int64_t groups = (columns + GROUP - 1) / GROUP, length = code_bytes(columns, bits);
     for (int64_t row = begin; row < end; row++) {
         const uint8_t *from = codes + row * length;
         const uint8_t *row_scales = scales + row * groups;
         int64_t place = row * columns;
         /* bits and the commonest types are constants in each call, so that the compiler specializes it. */
-#define UNPACK(width, kind) unpack_row(from, row_scales, columns, width, a[row], c, z, kind, place)
+#define UNPACK(width, kind) unpack_row(from, row_scales, columns, width, signs, a[row], c, z, kind, place)
         if (bits == 4 && type == FLOAT32) UNPACK(4, FLOAT32);
         else if (bits == 3 && type == FLOAT32) UNPACK(3, FLOAT32);
         else if (bits == 2 && type == FLOAT32) UNPACK(2, FLOAT32);
@@ -120,7 +124,7 @@ int V(rmm_pack)(
 }
 
 /* The `rows` rows from `first` on; codes and scales: contiguous, of all rows. z: of a type, contiguous, of these rows.
- * Whole groups are rotated back for `is_rotated_back`, which is for float32. Returns 0, or 2 without memory. */
+ * Whole groups are rotated back for `is_rotated_back`. Returns 0, or 2 without memory. */
 int V(rmm_unpack)(
     const uint8_t *codes, const uint8_t *scales, int64_t first, int64_t rows, int64_t columns, int bits, int64_t seed,
     int is_rotated_back, void *z, int type, int threads) {
@@ -129,8 +133,10 @@ int V(rmm_unpack)(
     codes += first * code_bytes(columns, bits), scales += first * ((columns + GROUP - 1) / GROUP);
 #pragma omp parallel num_threads(threads)
     {
-        unpack_rows(codes, scales, SHARE(rows), columns, bits, n.rows, n.columns, z, type);
-        if (is_rotated_back) unrotate_rows(z, SHARE(rows), columns, n.signs);
+        lanes sign[PARTS];
+        load_signs(n.signs, sign);
+        unpack_rows(
+            codes, scales, SHARE(rows), columns, bits, is_rotated_back ? sign : NULL, n.rows, n.columns, z, type);
     }
     end_noise(&n);
     return 0;

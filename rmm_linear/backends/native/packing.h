@@ -182,35 +182,36 @@ INLINE void split_plane(const uint8_t *from, int low, int width, ints codes[PART
     }
 }
 
-/* Writes the codes and scales of a batch. */
+/* Writes the codes and scales of a batch, of rows that have `each` groups in it. a: of every row. */
 INLINE void finish_batch_of(
-    batch *b, int bits, int mixed, int32_t a, const int32_t *c, uint8_t *codes, uint8_t *scales) {
+    batch *b, int bits, int mixed, const int32_t *a, int each, const int32_t *c, uint8_t *codes, uint8_t *scales) {
     for (int i = b->count; i < LANES; i++) b->top[i] = (ints){0};
     lanes least = (lanes)highest_of_each(b->top) * share_of(bits);
     float middle = middle_of(bits);
-    for (int group = 0; group < b->count; group++) {
+    for (int group = 0, place = 0; group < b->count; group++, place++) {
+        if (place == each) place = 0, a++;
         const float *v = b->rotated + group * GROUP;
-        const int32_t *group_c = c + group * GROUP;
+        const int32_t *group_c = c + place * GROUP;
         uint8_t *to = codes + group * 8 * bits;
         scales[group] = (uint8_t)scale_byte(least[group]);
         lanes inverse = all(inverse_of(scale_of(scales[group])));
         ints found[PARTS];
         for (int k = 0; k < PARTS; k++)
-            found[k] = round_part(LOAD(v + k * LANES), middle, inverse, chances(LOAD_INTS(group_c + k * LANES), a, mixed)) - 1;
+            found[k] = round_part(LOAD(v + k * LANES), middle, inverse, chances(LOAD_INTS(group_c + k * LANES), *a, mixed)) - 1;
         join_plane(found, 0, bits == 3 ? 2 : bits, to);
         if (bits == 3) join_plane(found, 2, 1, to + 16);
     }
 }
 
 static __attribute__((noinline)) void finish_batch(
-    batch *b, int bits, int mixed, int32_t a, const int32_t *c, uint8_t *codes, uint8_t *scales) {
+    batch *b, int bits, int mixed, const int32_t *a, int each, const int32_t *c, uint8_t *codes, uint8_t *scales) {
     /* bits and mixed are constants in each call, so that the compiler specializes it. */
-    if (mixed && bits == 2) finish_batch_of(b, 2, 1, a, c, codes, scales);
-    else if (mixed) finish_batch_of(b, bits, 1, a, c, codes, scales);
-    else if (bits == 4) finish_batch_of(b, 4, 0, a, c, codes, scales);
-    else if (bits == 3) finish_batch_of(b, 3, 0, a, c, codes, scales);
-    else if (bits == 2) finish_batch_of(b, 2, 0, a, c, codes, scales);
-    else finish_batch_of(b, 8, 0, a, c, codes, scales);
+    if (mixed && bits == 2) finish_batch_of(b, 2, 1, a, each, c, codes, scales);
+    else if (mixed) finish_batch_of(b, bits, 1, a, each, c, codes, scales);
+    else if (bits == 4) finish_batch_of(b, 4, 0, a, each, c, codes, scales);
+    else if (bits == 3) finish_batch_of(b, 3, 0, a, each, c, codes, scales);
+    else if (bits == 2) finish_batch_of(b, 2, 0, a, each, c, codes, scales);
+    else finish_batch_of(b, 8, 0, a, each, c, codes, scales);
 }
 
 /* The last group, if it has fewer columns. It is not rotated. */

@@ -13,12 +13,13 @@ from rmm_linear import packing, sketches
 from rmm_linear._support.autocast import without_autocast
 from rmm_linear.backends import native
 from rmm_linear.backends.native import transforms
-from rmm_linear.backends.native.library import TYPES
+from rmm_linear.backends.native.library import TYPES, read_seed, write_seed
 from rmm_linear.ops import plain
 from rmm_linear.packing import normal
 from rmm_linear.packing.normal import GROUP as NORMAL_GROUP
 from rmm_linear.packing.normal import LEVELS
 from rmm_linear.packing.rounding import hadamard, rotate_groups
+from rmm_linear.packing.stored import SEED, new_stored, offsets
 from rmm_linear.sketches import SAMPLERS, RowSample, TokenMask, countsketch
 from rmm_linear.sketches.family import accumulator_dtype
 from rmm_linear.sketches.philox import signs as random_signs
@@ -29,7 +30,6 @@ from rmm_linear.spec import SaveSpec
 
 _CHUNK = 1 << 20  # elements that are packed or unpacked at a time
 _parts = functools.lru_cache(maxsize=4096)(packing.encoded_parts)
-_SYMMETRIC = 8  # any width of symmetric codes, whose rotation is the same
 
 
 def sketch(
@@ -229,6 +229,33 @@ def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | N
     return codes, scales
 
 
+def stored_matrix(x: Tensor, bits: float, seed: int | None) -> Any:
+    """Return the bytes of :func:`rmm_linear.ops.convolutions.encode_matrix`."""
+    (_, codes, scales), size = _layout(*x.shape, bits)
+    stored = new_stored(x, size, (codes, scales))
+    seed, base, levels = write_seed(stored, seed), stored.data_ptr(), LEVELS.get(bits)
+    native.pack(
+        _contiguous_rows(x), int(bits), seed, base + codes, base + scales, x.shape[0], 0, None, levels
+    )
+    return stored
+
+
+def read_matrix(stored: Tensor, rows: int, columns: int, bits: float, dtype: torch.dtype) -> Any:
+    """Return what :func:`rmm_linear.ops.convolutions.decode_matrix` does, of symmetric codes."""
+    if dtype not in TYPES or packing.is_normal(bits):
+        return NotImplemented
+    (_, *places), _ = _layout(rows, columns, bits)
+    codes, scales = (stored.data_ptr() + place for place in places)
+    matrix = stored.new_empty(rows, columns, dtype=dtype)
+    native.unpack(codes, scales, int(bits), read_seed(stored), matrix, rotated=False)
+    return matrix
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(rows: int, columns: int, bits: float) -> tuple[list[int], int]:
+    return offsets((SEED, *packing.encoded_parts(rows, columns, packing.check_code(bits))))
+
+
 def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Encode as :func:`rmm_linear.packing.encode` does."""
     return _encode_parts(lambda begin, end: matrix[begin:end], (matrix.shape[0], matrix.shape[1]), bits, seed)
@@ -265,14 +292,13 @@ def unpack(
     rotated: bool = False,
 ) -> Tensor:
     """Unpack as :func:`rmm_linear.packing.unpack` does."""
-    unpacked = unpacked_rows(codes, scales, seed, bits, columns, dtype, rotated=True)
+    unpacked = unpacked_rows(codes, scales, seed, bits, columns, dtype, rotated=rotated)
     if dtype in TYPES:
-        matrix = unpacked(0, len(codes))
-    else:
-        matrix = codes.new_empty(len(codes), columns, dtype=dtype)
-        for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
-            matrix[rows] = unpacked(rows.start, rows.stop)
-    return matrix if rotated else _unrotate(matrix, seed, _SYMMETRIC, columns)
+        return unpacked(0, len(codes))
+    matrix = codes.new_empty(len(codes), columns, dtype=dtype)
+    for rows in packing.row_parts(len(codes), columns, codes.device, _CHUNK):
+        matrix[rows] = unpacked(rows.start, rows.stop)
+    return matrix
 
 
 @without_autocast
@@ -315,7 +341,7 @@ def unpacked_rows(
 ) -> Callable[[int, int], Tensor]:
     """Return a function of ``begin`` and ``end`` that unpacks rows as :func:`rmm_linear.packing.unpack` does."""
     codes, scales, value = codes.contiguous(), scales.contiguous(), int(seed)
-    made = dtype if dtype in TYPES and rotated else torch.float32
+    made = dtype if dtype in TYPES else torch.float32
 
     def part(begin: int, end: int) -> Tensor:
         values = codes.new_empty(end - begin, columns, dtype=made)
