@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,26 +45,39 @@ class MemoryLayout(NamedTuple):
         What is side by side in a row is so in memory: pixels of one channel, or with ``channels_last`` channels of one
         pixel. Rows are long, as a few elements by themselves take as long to encode as many.
         """
-        if torch.compiler.is_compiling():  # which sorts no strides, and would fix the sizes of a divisor
-            order = _channels_last(x) or tuple(range(x.dim()))
-            shape = tuple(x.shape[i] for i in order)
-            columns = math.prod(shape[1:])
-        else:
-            order = tuple(sorted(range(x.dim()), key=lambda i: -x.stride(i)))
-            shape = tuple(x.shape[i] for i in order)
-            columns = math.gcd(math.prod(shape), _MOST)
-            columns = columns if columns >= _LEAST else math.prod(shape[1:])
+        if not torch.compiler.is_compiling():
+            known = _of if type(x) is Tensor else _of.__wrapped__  # sizes of others may be symbols
+            return known(tuple(x.shape), x.stride())
+        order = _channels_last(x) or tuple(range(x.dim()))  # a compiler sorts no strides
+        shape = tuple(x.shape[i] for i in order)
+        columns = math.prod(shape[1:])  # and would fix the sizes of a divisor
         return cls(order, shape, math.prod(shape) // max(columns, 1), columns)
 
     def matrix(self, x: Tensor) -> Tensor:
         """Return the elements of a tensor as rows, a view where its memory has no gaps."""
-        return x.permute(self.order).reshape(self.rows, self.columns)
+        x = x if _inverse(self.order) is None else x.permute(self.order)
+        return x.reshape(self.rows, self.columns)
 
     def tensor(self, matrix: Tensor) -> Tensor:
         """Return the tensor of a new :meth:`matrix`; mostly as no view of it, so that gradients are added in place."""
-        if self.order == tuple(range(len(self.order))):
-            return as_shape(matrix, self.shape)
-        return permuted(as_shape(matrix, self.shape), sorted(range(len(self.order)), key=self.order.__getitem__))
+        made, inverse = as_shape(matrix, self.shape), _inverse(self.order)
+        return made if inverse is None else permuted(made, inverse)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of(sizes: tuple[int, ...], strides: tuple[int, ...]) -> MemoryLayout:
+    order = tuple(sorted(range(len(sizes)), key=lambda i: -strides[i]))
+    shape = tuple(sizes[i] for i in order)
+    columns = math.gcd(math.prod(shape), _MOST)
+    columns = columns if columns >= _LEAST else math.prod(shape[1:])
+    return MemoryLayout(order, shape, math.prod(shape) // max(columns, 1), columns)
+
+
+@functools.lru_cache(maxsize=64)
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the order that undoes one; None for one that changes nothing."""
+    found = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return None if found == order == tuple(range(len(order))) else found
 
 
 def permuted(x: Tensor, order: Sequence[int]) -> Tensor:

@@ -254,7 +254,10 @@ class ConvolutionFunction(SavingFunction):
             else:  # its shape and strides decide how dX is computed, but not its values
                 matrix = y.new_empty(layout.rows, layout.columns)
             found = form.gradients(y, layout.tensor(matrix), cast(weight, form.dtype), needs)
-        found = [None if one is None else one.to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)]
+        found = [
+            one if one is None or one.dtype == dtype else one.to(dtype)
+            for one, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
         return *found, None, None, None
 
 

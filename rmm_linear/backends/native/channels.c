@@ -177,15 +177,24 @@ typedef struct {
     double y, yh, kept, h;
 } four;
 
-/* 1 + v / M of every column of a row. */
+/* 1 + v / M of every group of a row, and one number more, which `kept_at` may read. */
 INLINE void kept_of(shape s, const uint8_t *scales, float part, float *kept) {
-    for (int64_t i = 0; i < s.columns; i += GROUP) {
-        float scale = scale_of(scales[i / GROUP]), one = 1 + scale * scale * part;
-        lanes all = (lanes){0} + one;
-        for (int64_t k = i; k < i + GROUP && k < s.columns; k += LANES)
-            if (k + LANES <= s.columns) STORE(kept + k, all);
-            else store_some(kept + k, (int)(s.columns - k), all);
+    int64_t groups = (s.columns + GROUP - 1) / GROUP;
+    for (int64_t i = 0; i < groups; i++) {
+        float scale = scale_of(scales[i]);
+        kept[i] = 1 + scale * scale * part;
     }
+    kept[groups] = 0;
+}
+
+/* The same of the columns from i on. */
+INLINE lanes kept_at(const float *kept, int64_t i) {
+    int left = GROUP - (int)(i % GROUP);
+    lanes first = all(kept[i / GROUP]);
+    if (left >= LANES) return first;
+    ints number;
+    for (int k = 0; k < LANES; k++) number[k] = k;
+    return PICK(number < left, first, all(kept[i / GROUP + 1]));
 }
 
 #define SIDE 4 /* rows of channels side by side, whose sums are added at once */
@@ -199,8 +208,7 @@ INLINE void add_side_by_side(
         for (int k = 0; k < rows; k++) {
             lanes v = left < LANES ? load_some(y[k] + i, left, 0) : (lanes)LOAD(y[k] + i);
             lanes w = left < LANES ? load_some(h[k] + i, left, 0) : (lanes)LOAD(h[k] + i);
-            lanes f = left < LANES ? load_some(kept[k] + i, left, 0) : (lanes)LOAD(kept[k] + i);
-            found[0] += v, found[1] += v * w, found[2] += v * f, found[3] += w;
+            found[0] += v, found[1] += v * w, found[2] += v * kept_at(kept[k], i), found[3] += w;
         }
         for (int k = 0; k < 4; k++) {
             float *to = sums + k * columns + i;
@@ -249,7 +257,7 @@ static void channel_sums(
                 lanes v = left < LANES ? load_some(*from + i, left, 0) : (lanes)LOAD(*from + i);
                 lanes w = left < LANES ? load_some(*h + i, left, 0) : (lanes)LOAD(*h + i);
                 sum += v, product += v * w, normal += w;
-                less += v * (left < LANES ? load_some(*kept + i, left, 0) : (lanes)LOAD(*kept + i));
+                less += v * kept_at(*kept, i);
             }
             places[k].y += lanes_sum(sum), places[k].yh += lanes_sum(product);
             places[k].kept += lanes_sum(less), places[k].h += lanes_sum(normal);
@@ -273,17 +281,21 @@ static void channel_backward_rows(
         else unpack_channel_row(s, row, bits, sign, n, codes, scales, h);
         kept_of(s, scales + row * groups, part, kept);
         if (s.length == 1)
-            for (int64_t i = 0; i < s.columns; i++)
-                h[i] = from[i] * kept[i] * factors[i] - h[i] * slopes[i] - means[i];
+            for (int64_t first = 0; first < s.columns; first += GROUP) {
+                int64_t stop = first + GROUP < s.columns ? first + GROUP : s.columns;
+                float more = kept[first / GROUP];
+                for (int64_t i = first; i < stop; i++)
+                    h[i] = from[i] * more * factors[i] - h[i] * slopes[i] - means[i];
+            }
         else
             for (int64_t k = 0; k < s.columns / s.length; k++) {
                 float factor = factors[k], slope = slopes[k], mean = means[k];
                 int64_t i = k * s.length, stop = i + s.length;
                 for (; i + LANES <= stop; i += LANES)
-                    STORE(h + i, LOAD(from + i) * LOAD(kept + i) * factor - LOAD(h + i) * slope - mean);
+                    STORE(h + i, LOAD(from + i) * kept_at(kept, i) * factor - LOAD(h + i) * slope - mean);
                 if (i < stop) {
                     int left = (int)(stop - i);
-                    lanes v = load_some(from + i, left, 0) * load_some(kept + i, left, 0) * factor;
+                    lanes v = load_some(from + i, left, 0) * kept_at(kept, i) * factor;
                     store_some(h + i, left, v - load_some(h + i, left, 0) * slope - mean);
                 }
             }

@@ -188,8 +188,9 @@ INLINE void finish_batch_of(
     for (int i = b->count; i < LANES; i++) b->top[i] = (ints){0};
     lanes least = (lanes)highest_of_each(b->top) * share_of(bits);
     float middle = middle_of(bits);
+    int32_t word = *a;
     for (int group = 0, place = 0; group < b->count; group++, place++) {
-        if (place == each) place = 0, a++;
+        if (place == each) place = 0, word = *++a;
         const float *v = b->rotated + group * GROUP;
         const int32_t *group_c = c + place * GROUP;
         uint8_t *to = codes + group * 8 * bits;
@@ -197,7 +198,7 @@ INLINE void finish_batch_of(
         lanes inverse = all(inverse_of(scale_of(scales[group])));
         ints found[PARTS];
         for (int k = 0; k < PARTS; k++)
-            found[k] = round_part(LOAD(v + k * LANES), middle, inverse, chances(LOAD_INTS(group_c + k * LANES), *a, mixed)) - 1;
+            found[k] = round_part(LOAD(v + k * LANES), middle, inverse, chances(LOAD_INTS(group_c + k * LANES), word, mixed)) - 1;
         join_plane(found, 0, bits == 3 ? 2 : bits, to);
         if (bits == 3) join_plane(found, 2, 1, to + 16);
     }
@@ -205,13 +206,15 @@ INLINE void finish_batch_of(
 
 static __attribute__((noinline)) void finish_batch(
     batch *b, int bits, int mixed, const int32_t *a, int each, const int32_t *c, uint8_t *codes, uint8_t *scales) {
-    /* bits and mixed are constants in each call, so that the compiler specializes it. */
-    if (mixed && bits == 2) finish_batch_of(b, 2, 1, a, each, c, codes, scales);
-    else if (mixed) finish_batch_of(b, bits, 1, a, each, c, codes, scales);
-    else if (bits == 4) finish_batch_of(b, 4, 0, a, each, c, codes, scales);
-    else if (bits == 3) finish_batch_of(b, 3, 0, a, each, c, codes, scales);
-    else if (bits == 2) finish_batch_of(b, 2, 0, a, each, c, codes, scales);
-    else finish_batch_of(b, 8, 0, a, each, c, codes, scales);
+    /* bits, mixed and -1, for the groups of one row, are constants in each call, so that the compiler specializes it. */
+    if (!mixed && each < LANES && bits == 2) finish_batch_of(b, 2, 0, a, each, c, codes, scales);
+    else if (!mixed && each < LANES) finish_batch_of(b, bits, 0, a, each, c, codes, scales);
+    else if (mixed && bits == 2) finish_batch_of(b, 2, 1, a, -1, c, codes, scales);
+    else if (mixed) finish_batch_of(b, bits, 1, a, -1, c, codes, scales);
+    else if (bits == 4) finish_batch_of(b, 4, 0, a, -1, c, codes, scales);
+    else if (bits == 3) finish_batch_of(b, 3, 0, a, -1, c, codes, scales);
+    else if (bits == 2) finish_batch_of(b, 2, 0, a, -1, c, codes, scales);
+    else finish_batch_of(b, 8, 0, a, -1, c, codes, scales);
 }
 
 /* The last group, if it has fewer columns. It is not rotated. */
