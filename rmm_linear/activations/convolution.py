@@ -127,8 +127,9 @@ class PackedConvolution(PackedModule):
     """A convolution, also a transposed one, that saves its input in few bits: see the module's docstring.
 
     The output and the gradients with respect to input and bias are exact, that of the weight is unbiased. With a frozen
-    weight nothing is saved, where PyTorch saves the input. An input of the model that is no result of a parameter, as
-    images are, is in memory anyway: its convolution is exact from the second step on.
+    weight nothing is saved, where PyTorch saves the input. A weight that weight normalization makes of v and g is made of
+    them again, to the bit. An input of the model that is no result of a parameter, as images are, is in memory anyway:
+    its convolution is exact from the second step on.
 
     Memory: about bits/8 + 1/64 bytes per element.
     """
@@ -233,7 +234,8 @@ class ConvolutionFunction(SavingFunction):
         """Apply the convolution exactly."""
         ctx.form, ctx.call = form, call
         ctx.dtypes = input.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, stored)
+        ctx.dim, sources = _sources(weight)
+        ctx.save_for_backward(stored, *sources)
         dtype = form.dtype
         with autocast_off(input.device.type):
             output = form.apply(cast(input, dtype), cast(weight, dtype), None if bias is None else cast(bias, dtype))
@@ -243,8 +245,9 @@ class ConvolutionFunction(SavingFunction):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients."""
-        (y,), (weight, stored), form = grad_outputs, ctx.saved_tensors, ctx.form
+        (y,), (stored, *sources), form = grad_outputs, ctx.saved_tensors, ctx.form
         refuse_double_backward("a packed convolution")
+        weight = sources[0] if ctx.dim is None else torch._weight_norm_interface(*sources, ctx.dim)[0]
         if ctx.call.forward_pass is not None:
             ctx.call.forward_pass.note_backward()
         needs, layout = ctx.needs_input_grad[:3], form.layout
@@ -259,6 +262,16 @@ class ConvolutionFunction(SavingFunction):
             for one, dtype in zip(found, ctx.dtypes, strict=True)
         ]
         return *found, None, None, None
+
+
+def _sources(weight: Tensor) -> tuple[int | None, list[Tensor]]:
+    """Return v, g and the dimension of a weight that weight normalization makes of these parameters; else itself."""
+    node: Any = None if torch.compiler.is_compiling() else weight.grad_fn
+    if node is None or node.name() != "WeightNormInterfaceBackward0":
+        return None, [weight]
+    sources = [getattr(one, "variable", None) for one, _ in node.next_functions]
+    is_whole = all(isinstance(one, nn.Parameter) and one.is_contiguous() for one in sources)
+    return (node._saved_dim, sources) if is_whole else (None, [weight])
 
 
 def is_convolution(module: nn.Module) -> bool:

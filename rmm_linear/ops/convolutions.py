@@ -31,9 +31,7 @@ def _parts(rows: int, columns: int, bits: float) -> list[Part]:
     return [SEED, *encoded_parts(rows, columns, whole(bits) or 0)]
 
 
-@operator(
-    "encode_matrix", samples=_samples, flops=lambda x, *_: 2 * GROUP * math.prod(x), native=native.stored_matrix
-)
+@operator("encode_matrix", samples=_samples, flops=lambda x, *_: 2 * GROUP * math.prod(x), native=native.stored_matrix)
 def encode_matrix(x: Tensor, bits: float, seed: int | None) -> Tensor:
     """Store a matrix in few bits, with its seed; floating point, shape (rows, columns)."""
     rows, columns = x.shape

@@ -201,7 +201,8 @@ class Operator:
         workspace: Bytes that a call takes beyond its results on an accelerator, a function of the flat arguments; None
             for operators that take little.
         native: Does what ``function`` does, in as few calls as possible, where the C library does its operations, for
-            tensors on CPU in float32 and half types, or stored bytes. Where it is None or returns NotImplemented, ``function`` runs.
+            tensors on CPU in float32 and half types, or stored bytes. Where it is None or returns NotImplemented,
+            ``function`` runs.
         repeated: Repeats the launches of ``function`` on CUDA; None where it does more than to launch kernels of ours.
     """
 

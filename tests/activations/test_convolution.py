@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -190,7 +191,10 @@ class Cut(nn.ConvTranspose1d):
         return super().forward(input)[..., :-1]
 
 
-@pytest.mark.parametrize("kind", [Causal, Scaled, lambda *sizes: weight_norm(nn.Conv1d(*sizes))])
+@pytest.mark.parametrize(
+    "kind",
+    [Causal, Scaled, *(partial(lambda dim, *sizes: weight_norm(nn.Conv1d(*sizes), dim=dim), dim) for dim in (0, 2))],
+)
 def test_subclasses_that_call_pytorch(kind):
     found, exact = both(nn.Sequential(kind(4, 4, 3)), bits=8)
     assert isinstance(found[0], PackedConvolution)
@@ -201,6 +205,17 @@ def test_subclasses_that_call_pytorch(kind):
     assert torch.equal(by_input, other_by_input)
     near = [(one[name] - other[name]).norm() / other[name].norm() for name in other]
     assert 1e-5 < max(near) < 0.05
+
+
+def test_a_weight_that_is_made_of_parameters_is_not_saved():
+    """But for the norms of v, 4 numbers; where v is frozen, it is."""
+    x = torch.randn(2, 64, 67)
+    normed, plain = (
+        both(nn.Sequential(one))[0] for one in (weight_norm(nn.Conv1d(64, 64, 4), dim=2), nn.Conv1d(64, 64, 4))
+    )
+    assert saved_bytes(normed, x) == saved_bytes(plain, x) + 4 * 4
+    normed[0].parametrizations.weight.original1.requires_grad_(False)
+    assert saved_bytes(normed, x) > saved_bytes(plain, x) + 4 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("kind", [Replaced, Cut])

@@ -207,7 +207,7 @@ INLINE void finish_batch_of(
 static __attribute__((noinline)) void finish_batch(
     batch *b, int bits, int mixed, const int32_t *a, int each, const int32_t *c, uint8_t *codes, uint8_t *scales) {
     /* bits, mixed and -1, for the groups of one row, are constants in each call, so that the compiler specializes it. */
-    if (!mixed && each < LANES && bits == 2) finish_batch_of(b, 2, 0, a, each, c, codes, scales);
+    if (!mixed && each < LANES && bits == 3) finish_batch_of(b, 3, 0, a, each, c, codes, scales);
     else if (!mixed && each < LANES) finish_batch_of(b, bits, 0, a, each, c, codes, scales);
     else if (mixed && bits == 2) finish_batch_of(b, 2, 1, a, -1, c, codes, scales);
     else if (mixed) finish_batch_of(b, bits, 1, a, -1, c, codes, scales);

@@ -234,9 +234,7 @@ def stored_matrix(x: Tensor, bits: float, seed: int | None) -> Any:
     (_, codes, scales), size = _layout(*x.shape, bits)
     stored = new_stored(x, size, (codes, scales))
     seed, base, levels = write_seed(stored, seed), stored.data_ptr(), LEVELS.get(bits)
-    native.pack(
-        _contiguous_rows(x), int(bits), seed, base + codes, base + scales, x.shape[0], 0, None, levels
-    )
+    native.pack(_contiguous_rows(x), int(bits), seed, base + codes, base + scales, x.shape[0], 0, None, levels)
     return stored
 
 
