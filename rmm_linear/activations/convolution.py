@@ -127,9 +127,9 @@ class PackedConvolution(PackedModule):
     """A convolution, also a transposed one, that saves its input in few bits: see the module's docstring.
 
     The output and the gradients with respect to input and bias are exact, that of the weight is unbiased. With a frozen
-    weight nothing is saved, where PyTorch saves the input. A weight that weight normalization makes is made again, to the
-    bit. An input of the model that is no result of a parameter, as images are, is in memory anyway:
-    its convolution is exact from the second step on.
+    weight nothing is saved, where PyTorch saves the input. A weight that weight normalization makes is made again. An
+    input of the model that is no result of a parameter, as images are, is in memory anyway: its convolution is exact from the
+    second step on.
 
     Memory: about bits/8 + 1/64 bytes per element.
     """
@@ -247,7 +247,7 @@ class ConvolutionFunction(SavingFunction):
         """Compute the gradients."""
         (y,), (stored, *sources), form = grad_outputs, ctx.saved_tensors, ctx.form
         refuse_double_backward("a packed convolution")
-        weight = sources[0] if ctx.dim is None else torch._weight_norm_interface(*sources, ctx.dim)[0]
+        weight = sources[0] if ctx.dim is None else torch.ops.aten._weight_norm_interface(*sources, ctx.dim)[0]
         if ctx.call.forward_pass is not None:
             ctx.call.forward_pass.note_backward()
         needs, layout = ctx.needs_input_grad[:3], form.layout
@@ -264,7 +264,7 @@ class ConvolutionFunction(SavingFunction):
         return *found, None, None, None
 
 
-def _sources(weight: Tensor) -> tuple[int | None, list[Tensor]]:
+def _sources(weight: Tensor) -> tuple[int | None, list[Any]]:
     """Return v, g and the dimension of a weight that weight normalization makes of these parameters; else itself."""
     node: Any = None if torch.compiler.is_compiling() else weight.grad_fn
     if node is None or node.name() != "WeightNormInterfaceBackward0":
