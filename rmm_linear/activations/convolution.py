@@ -128,8 +128,8 @@ class PackedConvolution(PackedModule):
 
     The output and the gradients with respect to input and bias are exact, that of the weight is unbiased. With a frozen
     weight nothing is saved, where PyTorch saves the input. A weight that weight normalization makes is made again. An
-    input of the model that is no result of a parameter, as images are, is in memory anyway: its convolution is exact from the
-    second step on.
+    input of the model that is no result of a parameter, as images are, is in memory anyway: its convolution is exact
+    from the second step on.
 
     Memory: about bits/8 + 1/64 bytes per element.
     """
