@@ -55,8 +55,6 @@ class PackedAttention(PackedRegion):
     def __setstate__(self, state: Any) -> None:
         """Swap the function in the process that a copy is made in."""
         super().__setstate__(state)
-        if self.config._attn_implementation == "rmm_sdpa":  # the name that version 0.1 wrote there
-            self.config._attn_implementation = {"": _SDPA}
         _swap(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ class PackedGatedMLP(PackedModule):
 
     def _follow(self, act: nn.Module) -> None:
         """Find what the activation computes, if it or one of its attributes is another."""
-        kind, seen = vars(self).get("rmm_act", (None, ()))  # which older versions have not pickled
+        kind, seen = self.rmm_act
         if type(act) is kind and all(getattr(act, name, None) == value for name, value in seen):
             return
         activation = None if torch.compiler.is_compiling() else activation_kind(act)

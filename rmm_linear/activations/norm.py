@@ -145,8 +145,6 @@ class PackedNorm(PackedModule):
 
     def _known_casts(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Casts | None:
         """How the kernel that makes the output is to round; None if the module makes it."""
-        if not self.rmm_config.fused:  # models that were pickled when there was no such field have no casts
-            return None
         dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
         if not self.rmm_casts or len(dtypes) > 1 or not runs_fused(input, is_composed=True):
             return None

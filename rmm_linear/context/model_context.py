@@ -428,12 +428,5 @@ class ModelContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        new = {
-            "learned": {},
-            "directions": {},
-            "kept_anyway": set(),
-            "kept_sites": set(),
-            "exact_calls": {},
-        }  # of newer versions
-        vars(self).update({**new, "noise": CodeNoise(), **state})
+        vars(self).update({"exact_calls": {}, **state})
         self._reset()

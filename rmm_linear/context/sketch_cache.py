@@ -126,10 +126,6 @@ class SketchCache:
         """Copies and pickles have the groups and no tensors."""
         return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW, "_alone": set()}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Add fields that models lack which older versions have pickled."""
-        vars(self).update({"_most": _FEW, "_alone": set(), **state})
-
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     # A fake tensor has no address, but the storage of the tensor that it stands for.

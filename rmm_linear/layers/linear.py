@@ -54,8 +54,8 @@ class LinearPlan(NamedTuple):
     spec: SaveSpec | None
     is_general: bool
     key: str
-    is_directed: bool = False  # models that older versions have pickled have neither this nor the next
-    by_valid: dict[tuple[int, bool], LinearPlan] | None = None
+    is_directed: bool
+    by_valid: dict[tuple[int, bool], LinearPlan]
 
 
 class SketchedLayer(ConvertedModule):
@@ -181,11 +181,11 @@ class SketchedLayer(ConvertedModule):
     ) -> LinearPlan:
         own, config = vars(self), self.rmm_config
         decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, config), own["rmm_plan"]
-        if type(known) is not LinearPlan or known.decided_by != decided_by:  # pickled models may have another
+        if known is None or known.decided_by != decided_by:
             own["rmm_plan"] = known = _decided(decided_by)
         if valid is None:
             return known
-        plans, key = known.by_valid or {}, (valid, is_pattern)
+        plans, key = known.by_valid, (valid, is_pattern)
         if key not in plans:
             plans[key] = _decided(decided_by, valid, is_pattern)
         return plans[key]
