@@ -30,7 +30,6 @@ class Progress:
     """
 
     def __init__(self, name: str, out: Any) -> None:
-        """Begin a call."""
         self.name, self.out = name, out
         self.took: dict[str, list[float]] = {}
         self._begin = self._said = time.perf_counter()

@@ -46,7 +46,6 @@ def commit(file: str | Path, *, ignored: Iterable[str] = ()) -> str | None:
 
 
 def machine() -> str:
-    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

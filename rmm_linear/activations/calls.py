@@ -137,7 +137,6 @@ def code_of(kind: type[nn.Module]) -> OwnCode:
 
 
 def operation_of(site: Site) -> str:
-    """Return the operation that a call belongs to."""
     return _OPERATIONS.get(site.name.rpartition(".")[2], "activation")
 
 

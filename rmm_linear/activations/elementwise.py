@@ -154,7 +154,6 @@ class _Run:
             _autograd._push_saved_tensors_default_hooks(*self.hooks.pop())
 
     def given(self, input: Tensor) -> Tensor:
-        """Return an input for the code to read."""
         self.inputs.append(input)
         self.leaves.append(input.detach().requires_grad_(input.requires_grad))
         return self.leaves[-1]
@@ -359,7 +358,6 @@ class _Trial:
         return (torch.randn(_ROWS, columns, generator=self.numbers, device="cpu") * 3).to(self.device, self.dtype)
 
     def form(self) -> ElementwiseForm | None:
-        """Return what the module is."""
         if self.linears:
             self._output()  # finds the order of the calls
             if not self.order or len(self.order) + (self.sink is not None) != len(self.linears):
@@ -461,7 +459,6 @@ class _Trial:
         )
 
     def _held(self) -> list[Tensor]:
-        """Return the tensors in attributes of the modules."""
         names = ("_parameters", "_buffers", "_modules")
         found = [value for one in self.module.modules() for name, value in vars(one).items() if name not in names]
         return [one for one in tree_leaves(found) if isinstance(one, Tensor)]

@@ -79,7 +79,6 @@ class PackedExperts(PackedModule):
         self.rmm_pairs, self.rmm_orders, self.rmm_take = found, {}, None
 
     def exact_forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the original module."""
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def own_gate(self, rows: Tensor) -> Tensor:
@@ -166,7 +165,6 @@ class ExpertsFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         y = SavingFunction.received(ctx, grad_outputs[0], "packed experts")
         with autocast_off(y.device.type):
             found = _gradients(ctx, y)

@@ -40,7 +40,6 @@ class ChunkedHead(PackedModule):
     rmm_chunk: int | None = None
 
     def exact_forward(self, input: Tensor) -> Tensor:
-        """Call the original layer."""
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor) -> Tensor:

@@ -188,7 +188,6 @@ class NormFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,), (weight, stored, index) = grad_outputs, ctx.saved_tensors
         norm: _Norm = ctx.norm
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]

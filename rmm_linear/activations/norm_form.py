@@ -57,7 +57,6 @@ class NormForm:
         return gamma.to(torch.promote_types(gamma.dtype, torch.float32)) + self.shift
 
     def eps_of(self, dtype: torch.dtype) -> float:
-        """Return what is added to the variance."""
         if self.eps is not None:
             return self.eps
         # Without torch.promote_types, an operator that selective checkpoints count.

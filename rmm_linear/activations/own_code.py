@@ -125,7 +125,6 @@ def _tree_of(code: CodeType) -> tuple[ast.FunctionDef, list[str]]:
 
 
 def _has_name(function: FunctionType, calls: Calls) -> bool:
-    """Say whether a function's code has the name of a function that is replaced."""
     names = {getattr(one, "__name__", "") for one in calls.functions} | calls.methods.keys()
     return not names.isdisjoint(function.__code__.co_names)
 

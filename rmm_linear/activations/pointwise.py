@@ -153,7 +153,6 @@ class PointwiseFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient."""
         (grad_output,) = grad_outputs
         y, (stored, index) = grad_output if ctx.layout is None else ctx.layout.matrix(grad_output), ctx.saved_tensors
         y = SavingFunction.received(ctx, y, "a packed activation")

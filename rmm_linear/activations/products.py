@@ -86,7 +86,6 @@ class ProductFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (y,), (*exact, codes_a, codes_b) = grad_outputs, ctx.saved_tensors
         SavingFunction.received(ctx, y[:0].reshape(0, 1), "a packed product")
         factors: list[Tensor | None] = []
@@ -120,7 +119,6 @@ class IndexAddFunction(SavingFunction):
     def forward(
         ctx: Any, input: Tensor, dim: int, index: Tensor, source: Tensor, inplace: bool, call: SavingCall
     ) -> Tensor:
-        """Add."""
         ctx.call, ctx.dim, ctx.dtypes = call, dim, (input.dtype, source.dtype)
         if ctx.needs_input_grad[3]:
             ctx.save_for_backward(index)
@@ -131,7 +129,6 @@ class IndexAddFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of both."""
         (y,) = grad_outputs
         SavingFunction.received(ctx, y[:0].reshape(0, 1), "index_add")
         of_input = y.to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None

@@ -199,7 +199,6 @@ def reads_softmax(module: nn.Module) -> bool:
 
 
 def _why_exact(device: torch.device) -> str | None:
-    """Say why a call stays exact."""
     if is_capturing(device):
         return "a CUDA graph is captured, in which the state that dropout is drawn from cannot be read"
     return None

@@ -123,7 +123,6 @@ class RegionRun:
     errors: list[tuple[Tensor, Tensor]] | None = None  # scores, and those of decoded values; None if not compared
 
     def forward(self) -> Any:
-        """Run the module."""
         first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
         self.device, self.autocast = first.device, autocast_now([first.device.type])
         self.modes = [one.training for one in self.module.modules()]
@@ -438,6 +437,5 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Put a state back."""
     with _disable_current_modes():
         torch.set_rng_state(state) if device.type != "cuda" else torch.cuda.set_rng_state(state, device)

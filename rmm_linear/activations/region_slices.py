@@ -61,7 +61,6 @@ class Cut:
     leaves: dict[Place, int]
 
     def source(self, place: int) -> int:
-        """Return the ratio of a source."""
         return self.sources[place] if self.total else 0
 
     def parts(self) -> list[Part]:
@@ -161,7 +160,6 @@ class Sums:
         self.dtypes: list[torch.dtype | None] = []
 
     def add(self, part: Part, gradients: Sequence[Tensor | None], ratios: Sequence[int]) -> None:
-        """Add those of a slice."""
         if not part.total:
             self.found = list(gradients)
             return
@@ -181,7 +179,6 @@ class Sums:
             self.found[i] = whole
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of all sequences."""
         pairs = zip(self.found, self.dtypes or [None] * len(self.found), strict=True)
         return [one if one is None or dtype is None else one.to(dtype) for one, dtype in pairs]
 

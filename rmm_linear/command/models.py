@@ -69,7 +69,6 @@ def check_batch(arguments: argparse.Namespace) -> None:
 
 
 def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read or make a batch."""
     if arguments.batch is None:
         return random_batch(model, arguments.size, arguments.length)
     return read_batches(Path(arguments.batch))[0]

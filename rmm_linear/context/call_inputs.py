@@ -201,12 +201,10 @@ def _place(tensor: Tensor) -> int:
 
 
 def takes_mask(module: nn.Module) -> bool:
-    """Say whether a module's forward takes an attention mask."""
     return _MASK in parameters(module)
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a module's forward."""
     return _names(type(module).forward)
 
 
@@ -248,7 +246,6 @@ class TracedMasks:
     masks: list[tuple[Tensor | None, nn.Module]] = field(default_factory=list)
 
     def enter(self, module: nn.Module, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Begin the call of a module."""
         self.exit(module)  # if an earlier call has failed
         argument, has_parameter = mask_argument(names, args, kwargs)
         outer = self.masks[-1][0] if self.masks else None
@@ -261,7 +258,6 @@ class TracedMasks:
         return {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
 
     def exit(self, module: nn.Module) -> None:
-        """End the call of a module."""
         if self.masks and self.masks[-1][1] is module:
             self.masks.pop()
 

@@ -71,7 +71,6 @@ class Uncheckpointed:
 
     @property
     def is_attached(self) -> bool:
-        """Whether something is off that was on."""
         return bool(self._undo)
 
     def attach(self) -> None:

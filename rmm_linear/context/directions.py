@@ -47,7 +47,6 @@ class Directions:
     pending: Tensor | None = field(default=None, compare=False)
 
     def fits(self, features: int) -> bool:
-        """Say whether an input has enough columns."""
         return 0 < self.count * _LEAST_SHARE <= features
 
     def see(self, x: Tensor, index: Tensor | None, known: Tensor) -> None:

@@ -46,12 +46,10 @@ class Learned:
 
     @property
     def is_decided(self) -> bool:
-        """Whether it observes no more."""
         return self.steps >= STEPS
 
     @property
     def is_observing(self) -> bool:
-        """Whether another step is to be looked at."""
         return len(self.unread) + self.steps < STEPS
 
     def add(self, values: list[float]) -> None:

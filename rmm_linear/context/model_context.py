@@ -118,7 +118,6 @@ class ModelContext:
         self._enter(model, args, kwargs)  # PyTorch has already listed the hooks of this call
 
     def detach(self) -> None:
-        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -97,11 +97,9 @@ class ForwardPass:
     is_dropped: bool = False
 
     def note_backward(self) -> None:
-        """Note that its backward pass has begun."""
         self.backward_begun = self.pending.backward_seen = True
 
     def created(self, node: int) -> bool:
-        """Say whether this forward pass created an autograd node."""
         return self.begin <= node and (self.end is None or node < self.end)
 
     def overlaps(self, other: ForwardPass) -> bool:
@@ -152,7 +150,6 @@ class PendingForwards:
     """
 
     def __init__(self) -> None:
-        """Begin without any forward pass."""
         self.backward_seen = False
         # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
@@ -272,7 +269,6 @@ class RunningForward(threading.local):
     """The forward pass that a thread runs: inputs of the modules that are running, the outermost first, and itself."""
 
     def __init__(self) -> None:
-        """Run none."""
         self.inputs: list[CallInputs] = []
         self.outermost: nn.Module | None = None
         self.recomputing = False

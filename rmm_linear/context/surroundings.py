@@ -98,7 +98,6 @@ def runs_again() -> bool:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Say so inside of the block."""
     before, _again.is_running = _again.is_running, True
     try:
         yield

@@ -129,7 +129,6 @@ class Reasons:
     def __init__(
         self, model: nn.Module, batch: Any, report: ConversionReport, names: dict[nn.Module, str], exact: dict[str, str]
     ) -> None:
-        """Note what the conversion changes."""
         self._classes = {name: type(module).__name__ for module, name in names.items()} | {"": type(model).__name__}
         self._batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         self._report, self._exact = report, exact
@@ -163,7 +162,6 @@ class Reasons:
         return _nearest(name, self._report.uncompressed) or words.get(reason, OTHERS)
 
     def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
-        """Say why a storage is saved."""
         operators = tuple(sorted({saver.operator for saver in savers if not saver.is_stand_in}))
         return operators or ("an operator",), self._reason(key, name, operators)
 

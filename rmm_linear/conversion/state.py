@@ -274,7 +274,6 @@ def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
 
 
 def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
-    """List the sketched layers of a model."""
     found = unwrapped(model).named_modules()
     return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
 

@@ -51,7 +51,6 @@ class QuantizedLinear(nn.Module):
         self.scale = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return an output without values."""
         if not x.is_meta and not isinstance(x, FakeTensor):
             raise RuntimeError(
                 "A stand-in for a quantized layer has shapes and no values, got real tensors. Simulate the model, or "

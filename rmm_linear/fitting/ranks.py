@@ -57,14 +57,12 @@ class Processes:
         return found
 
     def sent(self, one: Any, source: int) -> Any:
-        """Return what one process has."""
         place = source if self.group is None else distributed.get_global_rank(self.group, source)
         sent = [one if self.rank == source else None]
         distributed.broadcast_object_list(sent, place, group=self.group)
         return sent[0]
 
     def largest(self, one: int, device: torch.device) -> int:
-        """Return the largest number of all."""
         found = torch.tensor(one, device=device)
         distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self.group)
         return int(found)

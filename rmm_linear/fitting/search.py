@@ -291,12 +291,10 @@ class _Lines:
         ]
 
     def least(self, size: int, only: str = "") -> int:
-        """Return the least peak of the options for a size."""
         rows = self.rows(size, only)
         return least(self._options(rows), self.proposals.host)
 
     def fits(self, size: int, budget: int) -> bool:
-        """Say whether some of the options for a size fit into a budget."""
         options, host = self._options(self.rows(size)), self.proposals.host
         if host is None:
             return least(options) <= budget

@@ -105,7 +105,6 @@ class Conversions:
         return list(found.values())
 
     def chosen(self, block: str, setting: Setting) -> dict[str, str]:
-        """Return what a setting converts in a block."""
         vain = self._vain if setting.parts == {SKETCH} else set[str]()
         there = self.operations[block].items()
         return {name: operation for name, operation in there if operation in setting.fields and name not in vain}

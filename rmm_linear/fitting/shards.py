@@ -32,12 +32,10 @@ from rmm_linear.planning.step.shards import Shards
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def size_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Return the bytes of a dense tensor."""
     return shape.numel() * dtype.itemsize
 
 

@@ -211,7 +211,6 @@ class WaySearch:
                 return
 
     def _fitted(self) -> Way | None:
-        """Fit the exact model."""
         stage("trying: fit")
         model: Any = without_weights(self.twin)
         allow = [word for word in ALLOW if word != OFFLOAD or not self.is_on_cpu]  # a CPU's model has nowhere to go

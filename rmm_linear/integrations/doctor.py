@@ -412,7 +412,6 @@ class _Examination:
         return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}{state}))"])
 
     def _counted(self) -> str:
-        """Return the argument that counts the optimizer."""
         optimizer = self.given.optimizer
         if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
             return f", optimizer=torch.optim.{optimizer.__name__}"

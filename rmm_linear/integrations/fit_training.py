@@ -110,13 +110,11 @@ class FitCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the next batch."""
         around_next_step(self._trainer, [self.run])
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the next batch."""
         around_next_step(self._trainer, [self.run])
 
     def begin(self, trainer: Any, model: nn.Module) -> None:

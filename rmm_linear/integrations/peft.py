@@ -38,7 +38,6 @@ class SketchedLinearVariant(LoraVariant):
 
     @staticmethod
     def init(module: Any, adapter_name: str, config: SketchedLoraConfig, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Note the settings of an adapter."""
         if "lora_sketch_config" not in module.other_param_names:
             module.other_param_names = (*module.other_param_names, "lora_sketch_config")
             module.lora_sketch_config = {}
@@ -61,7 +60,6 @@ class SketchedLinearVariant(LoraVariant):
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        """Add the adapter's output to the base layer's."""
         a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
         x = module.lora_dropout[active_adapter](x)
         if module.training:  # without gradients too: reentrant checkpointing draws the same numbers again

@@ -43,7 +43,6 @@ class CompressedActivations(ActivationCheckpointing):
         rmm: dict[str, Any] = field(default_factory=dict)
 
         def __post_init__(self) -> None:
-            """Check the fields."""
             RMMConfig.preset(self.quality, **self.rmm)
 
     def apply(self, model: nn.Module) -> None:

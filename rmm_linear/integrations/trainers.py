@@ -32,7 +32,6 @@ def is_trainer(one: Any) -> bool:
 
 
 def calling_trainer(callback: Any) -> Any:
-    """Find the Trainer that is calling a callback."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found: Any = frame.f_locals.get("self")

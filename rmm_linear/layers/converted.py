@@ -238,7 +238,6 @@ _PAIRS: dict[type, tuple[type[ConvertedModule], type[nn.Module]]] = {}
 
 @functools.cache
 def joined_class(converted: type[ConvertedModule], original: type[nn.Module]) -> type[Any]:
-    """Make the class of a converted module of another class."""
     prefix = "RMM" if issubclass(converted, nn.Linear) else "Packed"
     fields = {"__module__": converted.__module__, "rmm_is_joined": True, **converted.fields_of(original)}
     made = type(f"{prefix}{original.__name__}", (converted, original), fields)

@@ -188,7 +188,6 @@ class SketchedLinearFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,) = grad_outputs
         refuse_double_backward()
         weight, order, count, *saved = ctx.saved_tensors
@@ -238,7 +237,6 @@ class UnwatchedLinearFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,), (weight, *saved) = grad_outputs, ctx.saved_tensors
         y = SavingFunction.received(ctx, grad_output, "sketched_linear")
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -263,7 +261,6 @@ class UnsavedLinearFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,) = grad_outputs
         refuse_double_backward()
         (weight,) = ctx.saved_tensors

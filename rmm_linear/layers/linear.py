@@ -191,7 +191,6 @@ class SketchedLayer(ConvertedModule):
         return plans[key]
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
-        """Tell the context whether the input has enough rows for a sketch."""
         if self.rmm_context is None or torch.compiler.is_compiling():
             return
         tokens = input.shape[:-1].numel()

@@ -97,7 +97,6 @@ class Case:
 
     @property
     def mask(self) -> TokenMask | None:
-        """The rows that are valid."""
         listed = torch.zeros(self.rows)
         return None if self.index is None else TokenMask.of(listed.index_fill_(0, self.index, 1))
 

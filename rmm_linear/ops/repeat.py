@@ -109,7 +109,6 @@ class Repeated:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Know no call."""
         self.function = function
         names = [*inspect.signature(function).parameters]
         self._seed = names.index("seed") if "seed" in names else None

@@ -312,6 +312,5 @@ class Added:
             self.values = additive(mask, dtype)
 
     def add_gradient(self, ds: Tensor, head: slice, rows: slice) -> None:
-        """Add dS of a block to the gradient of the bias."""
         if self.bias is not None:
             self.bias.add_gradient(ds, self.mask, head, rows)

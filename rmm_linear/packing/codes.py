@@ -23,12 +23,10 @@ CODES = tuple(RELATIVE_VARIANCE)
 
 
 def is_normal(bits: float | None) -> bool:
-    """Say whether a width is that of a normal code."""
     return bits in normal.LEVELS
 
 
 def check_code(bits: float | None) -> float:
-    """Refuse a width that has no code."""
     if bits not in CODES:
         raise ValueError(f"bits must be 8, 4, 3, 2, 1.6 or 1, got {bits!r}. Use None to store the dtype itself.")
     return bits

@@ -74,7 +74,6 @@ class NormalNoise:
 
 
 def groups_of(columns: int) -> int:
-    """Return the groups of a row."""
     return (columns + GROUP - 1) // GROUP
 
 

@@ -60,7 +60,6 @@ def new_stored(like: Tensor, size: int, places: Iterable[int | None]) -> Tensor:
 
 
 def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """Return the parts of stored bytes."""
     typed = {torch.uint8: stored}
     begin: int = stored.storage_offset()  # pyright: ignore[reportAssignmentType]
     found: list[Tensor] = []

@@ -78,7 +78,6 @@ def level() -> int:
 
 
 def function(name: str) -> Callable[..., int]:
-    """Return a function of the library."""
     return _function(name, level())
 
 
@@ -131,12 +130,10 @@ def matrix_arguments(matrix: Tensor, index: Tensor | None = None) -> tuple[int, 
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """Return a tensor's memory as an argument."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def threads(tensor: Tensor) -> int:
-    """Return the number of threads for an operation."""
     shares = tensor.numel() // _SMALLEST_SHARE
     return min(torch.get_num_threads(), shares) if shares > 1 else 1
 

@@ -159,7 +159,6 @@ def apply_derivative(
 def read_derivative(
     y: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int
 ) -> Tensor:
-    """Return dX̂ from codes at an address."""
     low, step = _range(pointwise, bits)
     low = math.nan if seed == NAN else low
     y, index = y.contiguous(), None if index is None else index.contiguous()

@@ -65,7 +65,6 @@ class AppliedBlocks(Applied):
         self._attached.insert(0, executor)
 
     def revert(self) -> None:
-        """Detach all executors."""
         if vars(self.model).get(APPLIED) is self:
             del vars(self.model)[_PLAN], vars(self.model)[APPLIED]
         while self._attached:

@@ -57,7 +57,6 @@ def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
 
 
 def owner_of(name: str, blocks: Iterable[str]) -> str | None:
-    """Return the block that a module belongs to."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
 
 

@@ -74,12 +74,10 @@ class Proposals:
 
     @property
     def names(self) -> list[str]:
-        """Of the blocks."""
         return [block.name for block in self.costs.blocks]
 
     @property
     def options(self) -> list[list[Option]]:
-        """The options that the solver chooses from."""
         return [
             [Option(row.option, row.kept, row.worst, row.seconds, row.noise, row.host) for row in rows]
             for rows in self.rows
@@ -169,7 +167,6 @@ class Proposals:
         )
 
     def judge(self, chosen: Sequence[int]) -> BlockPlan:
-        """Make a plan and simulate it."""
         options = tuple(rows[index].option for rows, index in zip(self.rows, chosen, strict=True))
         if options not in self.peaks:
             stage("simulating a plan")
@@ -178,7 +175,6 @@ class Proposals:
         return self.plan(chosen, self.peaks[options])
 
     def cost_of(self, chosen: Sequence[int]) -> float:
-        """Return what a choice costs."""
         return sum(self.cost(block[index]) for block, index in zip(self.options, chosen, strict=True))
 
     def search(self, tries: int = _TRIES) -> BlockPlan | None:

@@ -92,7 +92,6 @@ def choose(
 
 
 def host_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
-    """Return the bytes that wait elsewhere."""
     return sum(block[index].host for block, index in zip(options, chosen, strict=True))
 
 

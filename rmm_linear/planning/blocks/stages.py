@@ -98,7 +98,6 @@ def _peak(
 
 
 def _stages(model: nn.Module, blocks: Sequence[str], shards: Shards) -> dict[str, int]:
-    """Map every block to its stage."""
     repeated = [name for name in repeated_blocks(model) if name in blocks]
     if len(repeated) < shards.stages:
         raise ValueError(

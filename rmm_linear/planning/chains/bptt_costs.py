@@ -182,7 +182,6 @@ class Envelope:
             self.stored_rows.append(_row(self.stored_rows[m - 1], graphs, taken, steps))
 
     def least(self, slots: int, steps: int) -> int:
-        """Return the bound."""
         if slots == 0:
             return steps * (steps + 1) // 2
         return int(_bounds(self.rows, slots, torch.tensor([steps], device="cpu")))
@@ -239,6 +238,5 @@ def _bounds(rows: list[list[int]], slots: int, steps: Tensor) -> Tensor:
 
 
 def _middle(found: Tensor) -> int:
-    """Return the middle one of the places that are true."""
     places = found.nonzero()
     return int(places[len(places) // 2])

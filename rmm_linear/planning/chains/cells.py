@@ -77,7 +77,6 @@ class RecordedCell:
 
     @property
     def given(self) -> list[Any]:
-        """All that the step read."""
         return [*self.inputs, *self.state]
 
     @property
@@ -114,7 +113,6 @@ class Step:
         return tree_unflatten(list(leaves), self._outputs or tree_flatten(None)[1])
 
     def state_tree(self, leaves: Sequence[Any]) -> Any:
-        """Return leaves in the structure of the state."""
         return tree_unflatten(list(leaves), self.state)
 
     def record(self, x: Sequence[Any], state: Sequence[Any], needs: Sequence[bool]) -> RecordedCell:

@@ -16,7 +16,6 @@ from rmm_linear._support.installing import INSTALL_PLANNING
 
 
 def package() -> Any:
-    """Return the package checkpoint_schedules."""
     try:
         return importlib.import_module("checkpoint_schedules")
     except ImportError as missing:

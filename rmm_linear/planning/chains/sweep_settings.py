@@ -30,7 +30,6 @@ class Settings:
 
     @classmethod
     def read(cls, steps: Any, slots: Any, store: Any, interval: Any, length: Any, levels: Any) -> Settings:
-        """Check a sweep's arguments."""
         if not callable(steps) and (isinstance(steps, bool) or not isinstance(steps, int)):
             raise TypeError(
                 f"steps must be a number, or a condition steps(i, state) that says whether to go on, got {steps!r}."

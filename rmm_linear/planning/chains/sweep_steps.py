@@ -30,14 +30,12 @@ class Stepper:
     """Runs ``step``, counts, and checks what it returns."""
 
     def __init__(self, step: Step, structure: TreeSpec) -> None:
-        """Run nothing yet."""
         self.step, self.structure, self.count = step, structure, 0
         owner = getattr(step, "__self__", step)  # a method of a module, or a module
         self.module = owner if isinstance(owner, nn.Module) else None
         self.modules = modules_behind(step)
 
     def run(self, number: int, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step."""
         self.count += 1
         before = versions(leaves)
         state = self.step(number, tree_unflatten(list(leaves), self.structure))

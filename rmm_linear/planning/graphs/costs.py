@@ -67,7 +67,6 @@ class GraphCosts:
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
         return len(self.nodes)
 
     @property

@@ -45,7 +45,6 @@ class LowerSets:
     """The lower sets of a graph, and sequences of them."""
 
     def __init__(self, costs: GraphCosts, *, exact: bool = False) -> None:
-        """Find the lower sets."""
         self.count = costs.count
         self.full = (1 << costs.count) - 1
         outputs = {key for place, read in enumerate(costs.read) for key in read}

@@ -50,7 +50,6 @@ class PieceCosts:
     """The costs of pieces of a graph."""
 
     def __init__(self, costs: GraphCosts) -> None:
-        """Prepare the sums."""
         self.costs = costs
         self.seconds, self.made_by = costs.seconds, costs.made_by()
         self.crossing, self.weights = _crossing(costs), _weights(costs)

@@ -181,7 +181,6 @@ class _Runner(fx.Interpreter):
         costs.differentiable = {key for key in costs.differentiable if costs.nodes[costs.made[key]] in needed}
 
     def _needed(self) -> set[fx.Node]:
-        """Return the storages of the outputs."""
         found, todo = set[fx.Node](), [node for node in self.costs.graph.graph.nodes if node.op == "output"]
         while todo:
             node = todo.pop()

@@ -89,7 +89,6 @@ class OffloadChain:
             at_end_of_backward(functools.partial(_end, weakref.ref(self)))
 
     def fetched(self, saved: _Saved) -> None:
-        """Note that a storage is back."""
         self._back.add(saved)
 
     def end(self) -> None:
@@ -121,7 +120,6 @@ class Offloaded(Wrapped):
         self.chain = chain
 
     def attach(self) -> None:
-        """Offload what the module saves from now on."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.device.type == "cpu" and not self.chain.takes(tensor.device):
                 raise ValueError(
@@ -138,7 +136,6 @@ class Offloaded(Wrapped):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass."""
         if self.is_off or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         call = self.chain.enter()

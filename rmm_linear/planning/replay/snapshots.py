@@ -18,7 +18,6 @@ from rmm_linear.planning.stores.base import Store, StoreError, naming
 
 
 def flatten(state: Any, origin: str) -> tuple[list[Tensor], TreeSpec]:
-    """Take a state apart."""
     leaves, structure = tree_flatten(state)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
@@ -99,7 +98,6 @@ class StoredSnapshot:
     """A snapshot whose state is in a store, and leaves it with the snapshot, whatever happens."""
 
     def __init__(self, snapshot: Snapshot, store: Store, run: str) -> None:
-        """Put a state into a store."""
         tensors = _tensors(snapshot.leaves)
         self.position, self.seen = snapshot.position, snapshot.seen
         self._rest = replace(snapshot, seen=None).without_tensors()
@@ -117,7 +115,6 @@ class StoredSnapshot:
             raise
 
     def restored(self) -> list[Any]:
-        """Return the state from the store."""
         with naming(self.position, "read", self._key):
             tensors = self._store.get(self._key)
             kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
@@ -131,7 +128,6 @@ class StoredSnapshot:
         return self._rest.with_tensors([tensor.to(old.device) for tensor, old in there]).restored()
 
     def release(self) -> None:
-        """Drop it in the store."""
         with naming(self.position, "dropped", self._key):
             self._drop()
 

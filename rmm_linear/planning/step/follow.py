@@ -55,7 +55,6 @@ class Event(NamedTuple):
 
     @property
     def moment(self) -> str:
-        """The pass and the module."""
         return f"{self.pass_} of {self.running or 'the model'}"
 
 

@@ -91,7 +91,6 @@ _ring: ContextVar[Ring | None] = ContextVar("ring", default=None)  # of the step
 
 
 def current_ring() -> Ring | None:
-    """Return the ring of the step that is simulated."""
     return _ring.get()
 
 

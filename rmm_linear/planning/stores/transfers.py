@@ -39,7 +39,6 @@ class Transfers:
     """The states of one sweep on their way to a store and back, with the seconds that the caller waited for them."""
 
     def __init__(self, store: Store, *, owned: bool) -> None:
-        """Begin nothing yet."""
         self.waited, self.count, self.bytes, self.reads = 0.0, 0, 0, 0
         self._store, self._worker = store, _Worker()
         self._run = f"sweep-{uuid.uuid4().hex[:12]}"
@@ -51,7 +50,6 @@ class Transfers:
         self._finalizer = weakref.finalize(self, _close, self._worker, store, owned, self._held, os.getpid())
 
     def put(self, number: int, tensors: list[Tensor]) -> None:
-        """Begin to store the state before a step."""
         self._finish_puts(IN_FLIGHT - 1)
         insort(self._order, number)
         self._stored[number] = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]

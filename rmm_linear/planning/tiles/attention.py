@@ -34,7 +34,6 @@ class GroupedHeads(Wrapped):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass."""
         if self.is_off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         with _Grouping():
@@ -106,7 +105,6 @@ class FlashByHeads(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, groups: int
     ) -> Tensor:
-        """Run the forward pass as a whole."""
         if query.device.type == "cpu":
             found = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
             (output, sums), others, ctx.lengths = found, (), None

@@ -230,7 +230,6 @@ class CodedTile(_TileFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass of every slice."""
         is_kept = _keeps_graph()
 
         def slices() -> Iterator[tuple[list[GradientEdge | None], list[Any]]]:

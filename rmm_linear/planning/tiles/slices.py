@@ -58,7 +58,6 @@ class RowSlices:
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
         return len(self.lead) - 1
 
     def sample(self) -> RowSlices:
@@ -75,7 +74,6 @@ class RowSlices:
         return replace(self, slices=(self.slices[0], *nexts, self.slices[-1])), more
 
     def part_shape(self, length: int) -> tuple[int, ...]:
-        """Return the leading dimensions of a slice."""
         return ((1,) * self.dim if self.is_flat else self.lead[:-1]) + (length,)
 
     def part(self, whole: Tensor, begin: int, length: int) -> Tensor:

@@ -81,7 +81,6 @@ class Tile:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def attach(self) -> None:
-        """Run the module in slices from now on."""
         self.replaced, self.is_off = vars(self.module).get(self.method), False
         setattr(self.module, self.method, self)
 

@@ -57,7 +57,6 @@ class Verdict:
 
 
 def try_module(module: nn.Module, method: str, widths: Sequence[int]) -> Verdict:
-    """Try a method of a module on inputs of some widths."""
     try:
         own = _own_method(module, method)
         count = _inputs(own)

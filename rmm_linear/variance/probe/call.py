@@ -97,7 +97,6 @@ class ProbeCall:
         return self.x is not None and _version(self.x) != self.version
 
     def close(self) -> None:
-        """Remove the hook and release all tensors."""
         self.x = self.y = self.sample = self.mask = self.expected = self.basis = None
         if self.handle is not None:
             self.handle.remove()

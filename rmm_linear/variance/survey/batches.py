@@ -85,7 +85,6 @@ def _reached() -> str:
 
 
 def model_class(settings: Any) -> Any:
-    """Return the class that a model was saved as."""
     name = (settings.architectures or ["none"])[0]
     if not hasattr(import_transformers(), name):
         raise ValueError(f"The model's class must be one of transformers, got {name}. Save the model with its head.")
