@@ -106,15 +106,11 @@ def _is_saving(*tensors: Tensor) -> bool:
 
 
 class AttendingModule(PackedModule):
-    """Base class of modules whose attention is packed.
-
-    Attributes:
-        rmm_exact: Why the last call in training was exact; None if it was packed.
-    """
+    """Base class of modules whose attention is packed."""
 
     rmm_operation = "attention"
     rmm_learns_rows = False  # keys and values are read by all rows
-    rmm_exact: str | None
+    rmm_exact: str | None  # why the last call in training was exact; None if it was packed
     rmm_hides: dict[tuple[bool, bool], tuple[bool, int | None]]  # see SavingCall.answers
     rmm_hook: RemovableHandle
 

@@ -32,14 +32,10 @@ _UNSUPPORTED = ("softcap", "s_aux", "cache")
 
 
 class PackedAttention(PackedRegion):
-    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own.
-
-    Attributes:
-        rmm_is_region: Whether it trains as a region, since a call that the function cannot pack.
-    """
+    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own."""
 
     config: Any
-    rmm_is_region: bool
+    rmm_is_region: bool  # whether it trains as a region, since a call that the function cannot pack
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
         super()._set_up(config, *arguments, **named)

@@ -61,14 +61,10 @@ class ElementwiseForm:
 
 
 class PackedElementwise(PackedModule):
-    """A module with elementwise code that saves its derivatives in few bits. The output is the module's own.
-
-    Attributes:
-        rmm_form: Where the code begins and ends.
-    """
+    """A module with elementwise code that saves its derivatives in few bits. The output is the module's own."""
 
     rmm_operation = "activation"
-    rmm_form: ElementwiseForm
+    rmm_form: ElementwiseForm  # where the code begins and ends
 
     def _set_up(
         self, config: RMMConfig | None, *arguments: Any, form: ElementwiseForm | None = None, **named: Any

@@ -28,17 +28,11 @@ _TOLERANCE = 1e-5  # of float32 sums of few thousand elements, made in another o
 
 @dataclass(frozen=True)
 class NormForm:
-    """The formula of a norm: γ ∘ (x − mean) · rstd + β over the last dimensions.
+    """The formula of a norm: γ ∘ (x − mean) · rstd + β over the last dimensions."""
 
-    Attributes:
-        centered: True for LayerNorm, False for RMSNorm, which has no mean.
-        eps: Added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in.
-        shift: γ = shift + weight: 1 in Gemma's form, else 0.
-    """
-
-    centered: bool
-    eps: float | None
-    shift: float = 0.0
+    centered: bool  # true for LayerNorm, False for RMSNorm, which has no mean
+    eps: float | None  # added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in
+    shift: float = 0.0  # γ = shift + weight: 1 in Gemma's form, else 0
     dims: int = 1
 
     @property

@@ -50,17 +50,12 @@ class PackedActivation(PackedModule):
 
     Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
     code they save what they saved before.
-
-    Attributes:
-        rmm_bits: Bits per element, 8, 4, 2 or 1; those whose gradient is exact always take 1, ReLU² at least 2.
-        rmm_function: What the module computes, found when it is set up and when one of its attributes changes.
-        rmm_is_composed: Whether it computes that by several functions.
     """
 
     rmm_operation = "activation"
-    rmm_bits: int
-    rmm_function: Pointwise
-    rmm_is_composed: bool
+    rmm_bits: int  # bits per element, 8, 4, 2 or 1; those whose gradient is exact always take 1, ReLU² at least 2
+    rmm_function: Pointwise  # what the module computes, found when it is set up and when one of its attributes changes
+    rmm_is_composed: bool  # whether it computes that by several functions
 
     def _set_up(
         self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0, bits: int = 4

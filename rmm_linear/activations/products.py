@@ -21,18 +21,12 @@ from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
 
 
 class Product(NamedTuple):
-    """A product of two tensors, perhaps added to a third one.
+    """A product of two tensors, perhaps added to a third one."""
 
-    Attributes:
-        run: Computes it as PyTorch does.
-        scales: Of the product, and of what is added to it.
-        indices: Of both factors and the product, where it is a sum over some of them.
-    """
-
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor]  # computes it as PyTorch does
     is_matrix: bool
-    scales: tuple[float, float] = (1, 1)
-    indices: tuple[str, str, str] | None = None
+    scales: tuple[float, float] = (1, 1)  # of the product, and of what is added to it
+    indices: tuple[str, str, str] | None = None  # of both factors and the product, where it is a sum over some of them
 
     def gradients(self, y: Tensor, a: Tensor | None, b: Tensor | None, shapes: Sequence[torch.Size]) -> list[Any]:
         """Return the gradients of both factors, None for those whose other factor is None."""

@@ -57,15 +57,10 @@ _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_at
 
 
 class PackedRegion(AttendingModule):
-    """A module whose attention is a region. The output is the module's own to the bit.
+    """A module whose attention is a region. The output is the module's own to the bit."""
 
-    Attributes:
-        rmm_linears: Names of the children that are linear layers.
-        rmm_form: What is known of this module alone; None if it does what its class does.
-    """
-
-    rmm_linears: tuple[str, ...]
-    rmm_form: RegionForm | None
+    rmm_linears: tuple[str, ...]  # names of the children that are linear layers
+    rmm_form: RegionForm | None  # what is known of this module alone; None if it does what its class does
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, linears: Sequence[str] = (), **named: Any) -> None:
         super()._set_up(config, *arguments, **named)

@@ -76,23 +76,14 @@ WHOLE = Cut(1, 0, (), {})
 
 @dataclass(frozen=True)
 class Slices:
-    """What the first call has shown: what a replay saves, and which tensors have the sequences first.
+    """What the first call has shown: what a replay saves, and which tensors have the sequences first."""
 
-    Attributes:
-        saved: Bytes that a replay saves for a sequence.
-        longest: Rows of the longest source of a sequence.
-        pairs: The same times the rows of the shortest, as scores have.
-        ratios: Of the leaves of arguments: number of dimensions and ratio.
-        is_wide: Whether tensors with a multiple of the sequences first are narrowed, as (B·h, …).
-        reason: Why calls are not divided; None if they are.
-    """
-
-    saved: float
-    longest: int
-    pairs: int
-    ratios: dict[Place, tuple[int, int]]
-    is_wide: bool = False
-    reason: str | None = None
+    saved: float  # bytes that a replay saves for a sequence
+    longest: int  # rows of the longest source of a sequence
+    pairs: int  # the same times the rows of the shortest, as scores have
+    ratios: dict[Place, tuple[int, int]]  # of the leaves of arguments: number of dimensions and ratio
+    is_wide: bool = False  # whether tensors with a multiple of the sequences first are narrowed, as (B·h, …)
+    reason: str | None = None  # why calls are not divided; None if they are
 
     def count(self, shapes: Sequence[Shape], itemsize: int, device: torch.device) -> int:
         """Return the number of slices that a call needs; shapes: of the sources' outputs."""

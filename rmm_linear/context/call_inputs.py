@@ -89,16 +89,11 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class CallInputs:
-    """The mask, ids and sample indices that hold inside of a module: its own, or those of the modules around it.
-
-    Attributes:
-        input_ids: Token ids, shape (batch, sequence).
-        sample_index: The examples' positions in the data set, int64 of shape (batch,), on the CPU.
-    """
+    """The mask, ids and sample indices that hold inside of a module: its own, or those of the modules around it."""
 
     mask: AttentionMask | None = None
-    input_ids: Tensor | None = None
-    sample_index: Tensor | None = None
+    input_ids: Tensor | None = None  # token ids, shape (batch, sequence)
+    sample_index: Tensor | None = None  # the examples' positions in the data set, int64 of shape (batch,), on the CPU
 
     def inside(self, module: nn.Module, args: Any, kwargs: Any) -> CallInputs:
         """Return what holds inside of a module, by its call."""

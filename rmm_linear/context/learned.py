@@ -75,23 +75,14 @@ class Learned:
 
 @dataclass
 class GradientRows(Learned):
-    """The rows of a module's output that have a gradient.
+    """The rows of a module's output that have a gradient."""
 
-    Attributes:
-        is_first: Whether they were all the first rows of their sequences.
-        is_last: Whether they were all the last valid ones.
-        shortest: The least length of a sequence.
-        longest: The greatest length: the last row of sequences of one length, without a mask, may be one of many.
-        is_masked: Whether a mask said in all steps which rows are valid.
-        pattern: The decision: 1 saves the first row of every sequence alone, -1 the last one, 0 all.
-    """
-
-    is_first: bool = True
-    is_last: bool = True
-    shortest: int = 0
-    longest: int = 0
-    is_masked: bool = True
-    pattern: int = 0
+    is_first: bool = True  # whether they were all the first rows of their sequences
+    is_last: bool = True  # whether they were all the last valid ones
+    shortest: int = 0  # the least length of a sequence
+    longest: int = 0  # the greatest length: the last row of sequences of one length, without a mask, may be one of many
+    is_masked: bool = True  # whether a mask said in all steps which rows are valid
+    pattern: int = 0  # the decision: 1 saves the first row of every sequence alone, -1 the last one, 0 all
 
     def observe(self, y: Tensor, shape: tuple[int, ...], mask: TokenMask | None) -> None:
         """Look at the gradient of an output, shape (N, O), of sequences whose shape is (B, T)."""

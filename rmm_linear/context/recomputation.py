@@ -37,18 +37,12 @@ _PASSES = "rmm_linear"  # in what is known of a node, next to what anomaly detec
 
 @dataclass(eq=False)
 class StepSeeds:
-    """The seeds of the layers' calls in one forward pass: that of the step xor a number of the layer and the call.
+    """The seeds of the layers' calls in one forward pass: that of the step xor a number of the layer and the call."""
 
-    Attributes:
-        taken: By the layer's index, its calls that have taken a seed.
-        repeated: The same of calls in recomputations.
-        ranks: Those that some layers draw alike with; None where every rank draws its own numbers.
-    """
-
-    ranks: Ranks | None = None
+    ranks: Ranks | None = None  # those that some layers draw alike with; None where every rank draws its own numbers
     step: int | None = None
-    taken: dict[int, int] = field(default_factory=dict)
-    repeated: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)  # by the layer's index, its calls that have taken a seed
+    repeated: dict[int, int] = field(default_factory=dict)  # the same of calls in recomputations
 
     def take(self, index: int, salt: int) -> int:
         """Return the seed of a layer's next call; ``salt`` makes others of the same state of the generator."""

@@ -31,13 +31,9 @@ Exact = Callable[[Tensor], Any]
 
 @dataclass
 class Survey:
-    """The calls of one forward pass, each with the memory that its exact form would keep.
+    """The calls of one forward pass, each with the memory that its exact form would keep."""
 
-    Attributes:
-        batch: The arguments of the model.
-    """
-
-    batch: Any = None
+    batch: Any = None  # the arguments of the model
     _kept: dict[int | tuple[int, int], list[list[StorageWeakRef]]] = field(default_factory=dict)
 
     def note(

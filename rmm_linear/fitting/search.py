@@ -47,21 +47,13 @@ def check_size(memory: object) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a batch may have.
+    """The sizes that a batch may have."""
 
-    Attributes:
-        batch: Makes a batch of a size.
-        small: The size to measure options with first.
-        large: The size of the batch that a step was measured with.
-        most: The largest size that there is.
-        tolerance: How much less than the largest size, as a share of it, is good enough.
-    """
-
-    batch: Callable[[int], Any]
-    small: int
-    large: int
-    most: int = MOST
-    tolerance: float = 0.0
+    batch: Callable[[int], Any]  # makes a batch of a size
+    small: int  # the size to measure options with first
+    large: int  # the size of the batch that a step was measured with
+    most: int = MOST  # the largest size that there is
+    tolerance: float = 0.0  # how much less than the largest size, as a share of it, is good enough
 
     def between(self, size: int, small: int, large: int) -> int:
         """Return the bytes of a size on the line through those of the two that are measured."""
@@ -70,23 +62,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Found:
-    """The largest sizes.
+    """The largest sizes."""
 
-    Attributes:
-        size: With the plan; 0 if not even one fits.
-        exact: Of the exact model.
-        checkpointed: With every block recomputed.
-        plan: The plan for ``size``, which has the peak of a step with it; None if nothing fits.
-        peak: Bytes of a training process with it.
-        notes: Options that were left out, with the reason.
-    """
-
-    size: int = 0
-    exact: int = 0
-    checkpointed: int = 0
-    plan: BlockPlan | None = None
-    peak: int = 0
-    notes: tuple[str, ...] = ()
+    size: int = 0  # with the plan; 0 if not even one fits
+    exact: int = 0  # of the exact model
+    checkpointed: int = 0  # with every block recomputed
+    plan: BlockPlan | None = None  # the plan for size, which has the peak of a step with it; None if nothing fits
+    peak: int = 0  # bytes of a training process with it
+    notes: tuple[str, ...] = ()  # options that were left out, with the reason
 
 
 class SizeSearch:

@@ -59,14 +59,10 @@ class LinearPlan(NamedTuple):
 
 
 class SketchedLayer(ConvertedModule):
-    """Base class of the sketched layers: a configuration, and the layer's place in a converted model.
-
-    Attributes:
-        rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
-    """
+    """Base class of the sketched layers: a configuration, and the layer's place in a converted model."""
 
     rmm_operation = "linear"
-    rmm_estimator: NormEstimator | None
+    rmm_estimator: NormEstimator | None  # predicts the norm of every token's gradient; None without a norm_estimator
     rmm_plan: LinearPlan | None  # of the last call
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:

@@ -21,31 +21,21 @@ from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_save
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The input of one layer in one forward pass.
-
-    Attributes:
-        storage: Key of its storage in the ledger; None if autograd does not save it.
-        others: Names of other operators that save the same storage, the given layers excluded.
-    """
+    """The input of one layer in one forward pass."""
 
     tokens: int
     itemsize: int
-    storage: StorageKey | None
+    storage: StorageKey | None  # key of its storage in the ledger; None if autograd does not save it
     bytes: int
-    others: tuple[str, ...]
+    others: tuple[str, ...]  # names of other operators that save the same storage, the given layers excluded
 
 
 @dataclass(frozen=True)
 class Saver:
-    """An operator that saves a tensor for the backward pass.
+    """An operator that saves a tensor for the backward pass."""
 
-    Attributes:
-        name: Of its node in the autograd graph, such as "MulBackward0".
-        is_stand_in: Whether the node is one of this library's.
-    """
-
-    name: str
-    is_stand_in: bool
+    name: str  # of its node in the autograd graph, such as "MulBackward0"
+    is_stand_in: bool  # whether the node is one of this library's
 
     @property
     def operator(self) -> str:

@@ -265,15 +265,10 @@ def biased(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias that is added to the scores in addition to the mask.
+    """A bias that is added to the scores in addition to the mask."""
 
-    Attributes:
-        values: Shape (B or 1, h or 1, Tq, Tk).
-        gradient: Its gradient is added here, float32 at least; None if it needs none.
-    """
-
-    values: Tensor
-    gradient: Tensor | None = None
+    values: Tensor  # shape (B or 1, h or 1, Tq, Tk)
+    gradient: Tensor | None = None  # its gradient is added here, float32 at least; None if it needs none
 
     def of(self, places: slice, rows: slice, columns: slice) -> Bias:
         """Return the part for some sequences, queries and keys."""

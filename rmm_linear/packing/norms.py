@@ -40,17 +40,11 @@ _MOST_NOISE = 0.25  # of the gradient, by norms of few elements
 
 
 class NormCopy(NamedTuple):
-    """The packed copy that is saved of a norm's input.
+    """The packed copy that is saved of a norm's input."""
 
-    Attributes:
-        codes: Of h, uint8, shape (n, ⌈H · bits / 8⌉).
-        scales: Of its groups, uint8, shape (n, ⌈H / 64⌉).
-        rstd: float32, shape (n,).
-    """
-
-    codes: Tensor
-    scales: Tensor
-    rstd: Tensor
+    codes: Tensor  # of h, uint8, shape (n, ⌈H · bits / 8⌉)
+    scales: Tensor  # of its groups, uint8, shape (n, ⌈H / 64⌉)
+    rstd: Tensor  # float32, shape (n,)
 
 
 def _fewest_elements(v: float) -> int:

@@ -12,15 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TokenMask:
-    """The valid rows as a permutation and a count: shapes are static, and nothing is copied to the host.
+    """The valid rows as a permutation and a count: shapes are static, and nothing is copied to the host."""
 
-    Attributes:
-        order: int64, shape (N,): indices of the valid rows in ascending order, then those of the others.
-        count: int64, shape (1,): n, the number of valid rows.
-    """
-
-    order: Tensor
-    count: Tensor
+    order: Tensor  # int64, shape (N,): indices of the valid rows in ascending order, then those of the others
+    count: Tensor  # int64, shape (1,): n, the number of valid rows
 
     @classmethod
     def of(cls, mask: Tensor) -> TokenMask:

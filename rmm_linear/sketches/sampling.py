@@ -43,15 +43,10 @@ _CAST = 2**20  # elements of a half type whose norms are computed at once
 
 
 class RowSample(NamedTuple):
-    """Sampled rows: row k of SᵀM is ``scale[k] · M[index[k]]``.
+    """Sampled rows: row k of SᵀM is ``scale[k] · M[index[k]]``."""
 
-    Attributes:
-        index: int32, shape (K,).
-        scale: float32, shape (K,). A row with scale 0 is no token.
-    """
-
-    index: Tensor
-    scale: Tensor
+    index: Tensor  # int32, shape (K,)
+    scale: Tensor  # float32, shape (K,). A row with scale 0 is no token.
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,10 @@ def peek_seed(rank: int | None = None) -> int:
 
 
 class Fresh(NamedTuple):
-    """Seeds that are not in their place yet: a kernel writes them as it begins, so that no launch does that alone.
+    """Seeds that are not in their place yet: a kernel writes them as it begins, so that no launch does that alone."""
 
-    Attributes:
-        place: int64, (n,), and what fills it up, which the last seed is written to.
-        values: The n seeds.
-    """
-
-    place: Tensor
-    values: tuple[int, ...]
+    place: Tensor  # int64, (n,), and what fills it up, which the last seed is written to
+    values: tuple[int, ...]  # the n seeds
 
 
 def fresh_seed(place: Tensor, seed: int | None) -> Tensor | Fresh:

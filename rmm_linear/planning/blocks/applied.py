@@ -38,13 +38,9 @@ class Executor(Protocol):
 
 
 class AppliedBlocks(Applied):
-    """A model whose blocks train by a plan.
+    """A model whose blocks train by a plan."""
 
-    Attributes:
-        conversion: What :func:`rmm_linear.convert` reported; None where no block is converted.
-    """
-
-    conversion: Any = None
+    conversion: Any = None  # what convert reported; None where no block is converted
 
     def __init__(self, plan: BlockPlan, model: nn.Module, executors: Sequence[Executor]) -> None:
         """Attach executors; if one fails, the model is as it was."""

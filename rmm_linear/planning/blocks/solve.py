@@ -30,22 +30,14 @@ _TOLERANCE = 10**6  # what HiGHS takes for an integer may be off by a millionth
 
 @dataclass(frozen=True)
 class Option:
-    """A choice for a block.
-
-    Attributes:
-        kept: Bytes that remain after the block's forward pass.
-        worst: Peak in bytes of its forward, recomputation or backward pass, without what the blocks before it save.
-        seconds: Time that is added.
-        noise: Variance ratio that is added.
-        host: Bytes that wait elsewhere.
-    """
+    """A choice for a block."""
 
     name: str
-    kept: int
-    worst: int
-    seconds: float
-    noise: float = 0.0
-    host: int = 0
+    kept: int  # bytes that remain after the block's forward pass
+    worst: int  # peak in bytes of its forward, recomputation or backward pass, without what the blocks before it save
+    seconds: float  # time that is added
+    noise: float = 0.0  # variance ratio that is added
+    host: int = 0  # bytes that wait elsewhere
 
 
 Blocks = Sequence[Sequence[Option]]

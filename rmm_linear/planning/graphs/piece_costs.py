@@ -32,18 +32,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """The needs of a piece.
-
-    Attributes:
-        peak: Bytes at its peak, on top of what earlier pieces leave.
-        kept: Bytes that it leaves.
-        seconds: A rough time of its recomputation.
-    """
+    """The needs of a piece."""
 
     piece: Piece
-    peak: int
-    kept: int
-    seconds: float
+    peak: int  # bytes at its peak, on top of what earlier pieces leave
+    kept: int  # bytes that it leaves
+    seconds: float  # a rough time of its recomputation
 
 
 class PieceCosts:

@@ -64,13 +64,9 @@ def forked(devices: Sequence[torch.device]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """The random numbers and buffers that a forward pass reads, at one moment.
+    """The random numbers and buffers that a forward pass reads, at one moment."""
 
-    Attributes:
-        generators: States of the global random generators; empty where other code repeats the numbers.
-    """
-
-    generators: list[Tensor]
+    generators: list[Tensor]  # states of the global random generators; empty where other code repeats the numbers
     buffers: Buffers
 
     @property

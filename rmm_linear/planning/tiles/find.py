@@ -29,19 +29,12 @@ _NUMBERS = {"layer_idx", "layer_id", "layer_index", "index"}  # of a layer, whic
 
 @dataclass(frozen=True)
 class FoundTile:
-    """A module, or a method of it, that can run in slices.
+    """A module, or a method of it, that can run in slices."""
 
-    Attributes:
-        name: Of the module.
-        method: What runs in slices.
-        parts: Names of the children that a method other than ``forward`` runs; None for all.
-        kind: "norm", "experts", or how many linear layers are inside.
-    """
-
-    name: str
-    method: str = "forward"
-    parts: tuple[str, ...] | None = None
-    kind: str = ""
+    name: str  # of the module
+    method: str = "forward"  # what runs in slices
+    parts: tuple[str, ...] | None = None  # names of the children that a method other than forward runs; None for all
+    kind: str = ""  # "norm", "experts", or how many linear layers are inside
 
     @property
     def label(self) -> str:

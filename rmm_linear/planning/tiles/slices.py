@@ -120,17 +120,11 @@ class RowSlices:
 
 @dataclass(frozen=True)
 class Streams:
-    """Which of a call's tensors are cut.
+    """Which of a call's tensors are cut."""
 
-    Attributes:
-        cut: The slices.
-        streams: Numbers of the leaves that have the rows.
-        others: Numbers of the other tensors, which every slice gets as they are.
-    """
-
-    cut: RowSlices
-    streams: tuple[int, ...]
-    others: tuple[int, ...]
+    cut: RowSlices  # the slices
+    streams: tuple[int, ...]  # numbers of the leaves that have the rows
+    others: tuple[int, ...]  # numbers of the other tensors, which every slice gets as they are
 
 
 def streams_of(leaves: Sequence[Any], rows: int) -> Streams | str | None:
