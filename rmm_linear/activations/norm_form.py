@@ -66,10 +66,6 @@ def norm_of(module: nn.Module) -> NormForm | None:
     from BatchNorm, GroupNorm, dropout and activations. Inputs as small as √eps confirm the eps that an attribute
     states. A copy of the module is run, in float32 and without hooks; random number generators are as before
     afterwards. Where the module is sharded or on the meta device, the copy is whole and on a real one.
-
-    Example:
-        >>> norm_of(nn.LayerNorm(8)), norm_of(nn.BatchNorm1d(8))
-        (NormForm(centered=True, eps=1e-05, shift=0.0, dims=1), None)
     """
     parameters = dict(module.named_parameters(recurse=False))
     has_more = [*module.children(), *module.buffers(), *(set(parameters) - {"weight", "bias"})]
@@ -166,12 +162,7 @@ _TOLERANCE = 1e-5  # of float32 sums in another order
 
 
 def casts_of(module: nn.Module, form: NormForm) -> dict[Dtypes, Casts]:
-    """Find how a norm rounds, by running a copy of it on the CPU: by the dtypes of the input and of the parameters.
-
-    Example:
-        >>> casts_of(nn.LayerNorm(8), NormForm(True, 1e-5))[torch.bfloat16, torch.bfloat16]
-        (torch.float32, torch.bfloat16)
-    """
+    """Find how a norm rounds, by running a copy of it on the CPU: by the dtypes of the input and of the parameters."""
     has_parameters = any(parameter is not None for parameter in module._parameters.values())
     found: dict[Dtypes, Casts] = {}
     for dtype in (torch.float32, *_HALF):

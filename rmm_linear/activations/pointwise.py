@@ -200,12 +200,6 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
 
     PyTorch's own classes say it by their class and attributes. The classes of transformers' ``ACT2FN``, if it is
     imported, are tried on a grid in float64, function values and derivatives; modules with parameters are not.
-
-    Example:
-        >>> pointwise_function(nn.LeakyReLU(0.2))
-        Pointwise(name='leaky_relu', parameters=(0.2,))
-        >>> pointwise_function(nn.Softmax(-1)) is None
-        True
     """
     kind = _original(type(module))
     if kind in _TORCH:

@@ -104,13 +104,6 @@ def as_quantised(
     too (``bnb_4bit_use_double_quant``). compute_dtype: Of products (``bnb_4bit_compute_dtype``); None is the weight's.
 
     Returns the names of the layers that are replaced.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 2)).bfloat16()
-        >>> _ = model[0].requires_grad_(False)
-        >>> as_quantised(model), model[0].weight.nbytes, model[0].absmax.nbytes, model[0].scale.nbytes
-        (['0'], 4096, 128, 4)
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_conv1d(module)}
     heads, users = {*output_heads(model), *_last(model)}, _users(model)

@@ -73,12 +73,6 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     parameters), the local parts count, and what ``fully_shard`` gathers. optimizer: An instance, a class that will
     update all parameters that require a gradient, or a callable that makes one; None counts nothing. shards: How
     the model will be divided, see :class:`Shards`.
-
-    Example:
-        >>> from torch.optim import SGD
-        >>> needed = static_memory(nn.Linear(4, 2, device="meta"), SGD)
-        >>> needed.parameters, needed.gradients, needed.optimizer, needed.before_step
-        (40, 40, 0, 40)
     """
     with tensor_parallel_sizes(model, shards):
         return static_memory_of(model, optimizer, shards)

@@ -48,12 +48,6 @@ def pack_gated(
 
     a, b: Floating point, shape (N, C). seeds: int64, shape (2,): of p and of s. activation: One of :data:`ACTIVATIONS`.
     index: Rows to store, int64, shape (n,); None for all.
-
-    Example:
-        >>> a, seeds = torch.tensor([[-1.0, 2.0]]), torch.tensor([1, 2])
-        >>> p, s = pack_gated(a, a, seeds, "relu", 8, (True, True), None)
-        >>> p.codes.shape, s.scales.shape
-        (torch.Size([1, 2]), torch.Size([1, 1]))
     """
     rows = len(a) if index is None else len(index)
 

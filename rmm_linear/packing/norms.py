@@ -95,11 +95,6 @@ def pack_norm(
 
     Statistics are computed in float32, of float64 in float64. seed: int64 with one element. index: The rows to save,
     int64, shape (n,); None for all.
-
-    Example:
-        >>> saved = pack_norm(torch.tensor([[1.0, 3.0]]), 2, torch.tensor([0]), eps=0.0)
-        >>> saved.rstd
-        tensor([1.])
     """
     x = wide(x if index is None else x.index_select(0, index))
     x = x - x.mean(1, keepdim=True) if centered else x

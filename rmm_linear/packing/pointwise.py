@@ -25,10 +25,6 @@ class Pointwise:
 
     Attributes:
         parameters: (α,) of "elu", (slope,) of "leaky_relu", (least, most) of "hardtanh"; () for the others.
-
-    Example:
-        >>> Pointwise("leaky_relu", (0.1,)).derivative(torch.tensor([-2.0, 3.0]))
-        tensor([0.1000, 1.0000])
     """
 
     name: str

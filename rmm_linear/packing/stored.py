@@ -22,12 +22,7 @@ SEED: Part = ((1,), torch.int64)
 
 
 def stored_bytes(parts: Sequence[Part]) -> int:
-    """Return the bytes that parts take together, each rounded up to a multiple of 16.
-
-    Example:
-        >>> stored_bytes([((3, 5), torch.uint8), SEED])
-        32
-    """
+    """Return the bytes that parts take together, each rounded up to a multiple of 16."""
     return sum(map(_padded, parts))
 
 

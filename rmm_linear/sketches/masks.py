@@ -19,12 +19,7 @@ class TokenMask:
 
     @classmethod
     def of(cls, mask: Tensor) -> TokenMask:
-        """Rank the rows of a mask, shape (N,), that is true or non-zero for tokens that reach the loss.
-
-        Example:
-            >>> TokenMask.of(torch.tensor([0, 1, 1, 0])).order
-            tensor([1, 2, 0, 3])
-        """
+        """Rank the rows of a mask, shape (N,), that is true or non-zero for tokens that reach the loss."""
         mask = mask.bool()
         return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1))
 

@@ -106,10 +106,6 @@ def probabilities(
 
     norms: ‖xᵢ‖, shape (N,), N ≥ 1. expected: ŷ, shape (N,); None without a prediction. mask: The n valid tokens; the
     others have probability 0.
-
-    Example:
-        >>> probabilities(torch.tensor([3.0, 1.0]), 0.5)
-        tensor([0.6250, 0.3750], dtype=torch.float64)
     """
     if not 0 < uniform_mix <= 1:
         raise ValueError(

@@ -60,10 +60,6 @@ def lengthened(example: Any, length: int) -> Any:
     Raises:
         ValueError: If no tensor has a sequence, or one cannot follow it: images, and rows in which several texts are
             told apart by their lengths.
-
-    Example:
-        >>> lengthened({"input_ids": torch.tensor([[1, 2, 3]]), "position_ids": torch.arange(3)[None]}, 6)
-        {'input_ids': tensor([[1, 1, 2, 2, 3, 3]]), 'position_ids': tensor([[0, 1, 2, 3, 4, 5]])}
     """
     count, have = sequences_of(example), length_of(example)
 

@@ -70,12 +70,6 @@ def find_tiles(module: nn.Module) -> FoundTiles:
 
     Returns:
         The modules and methods, and the reasons why others were refused.
-
-    Example:
-        >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        >>> found = find_tiles(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": mlp, "mix": nn.Conv1d(8, 8, 3)}))
-        >>> [(tile.name, tile.kind) for tile in found.tiles], found.refused
-        ([('norm', 'norm'), ('mlp', '2 linear layers')], {})
     """
     found = _Search(FoundTiles())
     tiles = found.visit("", module).tiles

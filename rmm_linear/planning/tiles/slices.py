@@ -26,10 +26,6 @@ def balanced(rows: int, size: int) -> tuple[tuple[int, int], ...]:
     """Cut rows into slices of about ``size``: where each begins, and how long it is.
 
     None is longer than ``size``, rounded down to a multiple of 64, and a rest of less than 64 rows.
-
-    Example:
-        >>> balanced(1025, 512), balanced(65, 64), balanced(300, 128)
-        (((0, 512), (512, 513)), ((0, 65),), ((0, 128), (128, 172)))
     """
     granule = min(GRANULE, size)
     units = rows // granule
