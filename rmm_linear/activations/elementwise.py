@@ -45,18 +45,13 @@ _WHOLE, _HALVES, _PAIRS = "whole", "halves", "pairs"
 
 @dataclass(frozen=True)
 class ElementwiseForm:
-    """Which linear layers of a module are around its elementwise code.
+    """Which linear layers of a module are around its elementwise code."""
 
-    Attributes:
-        linears: Names of its linear layers, of which each is called once.
-        sources: Those that read the module's input, in the order of their calls; none where the code reads that itself.
-        sink: The one that reads the result; None where it is the module's output.
-        layouts: For each source how its output has the code's inputs: as one, as two halves, or as two in turn.
-    """
-
-    linears: tuple[str, ...] = ()
+    linears: tuple[str, ...] = ()  # names of its linear layers, of which each is called once
+    # Those that read the module's input, in the order of their calls; none where the code reads that itself
     sources: tuple[str, ...] = ()
-    sink: str | None = None
+    sink: str | None = None  # the one that reads the result; None where it is the module's output
+    # For each source how its output has the code's inputs: as one, as two halves, or as two in turn
     layouts: tuple[str, ...] = (_WHOLE,)
 
 

@@ -41,18 +41,14 @@ class PackedNorm(PackedModule):
 
     Memory: :func:`rmm_linear.ops.norms.norm_bytes`, about bits/8 + 1/16 bytes per element, where ``nn.LayerNorm`` saves
     its input, and RMSNorm classes in half types several float32 copies of it.
-
-    Attributes:
-        rmm_norm: What the module computes, found when it is set up and when its ``eps`` changes; None where it stays
-            exact.
-        rmm_casts: How it rounds, found when that is; empty if its output is its own.
     """
 
     rmm_operation = "norm"
     weight: Tensor | None
     bias: Tensor | None
+    # What the module computes, found when it is set up and when its eps changes; None where it stays exact
     rmm_norm: NormForm | None
-    rmm_casts: dict[Dtypes, Casts]
+    rmm_casts: dict[Dtypes, Casts]  # how it rounds, found when that is; empty if its output is its own
 
     def _set_up(
         self,

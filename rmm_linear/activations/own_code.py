@@ -36,14 +36,10 @@ _INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 class Site(NamedTuple):
-    """A call that is replaced.
+    """A call that is replaced."""
 
-    Attributes:
-        name: Of the function, as "linear", or of the operator, "*" or "@".
-        own: Of each operand of an operator, the name of the module's attribute that it is made of alone, or None.
-    """
-
-    name: str
+    name: str  # of the function, as "linear", or of the operator, "*" or "@"
+    # Of each operand of an operator, the name of the module's attribute that it is made of alone, or None
     own: tuple[str | None, ...] = ()
 
 

@@ -42,19 +42,14 @@ _OTHER_SEQUENCE = "encoder_hidden_states"
 
 @dataclass(eq=False)
 class AttentionMask:
-    """An attention mask, flattened.
+    """An attention mask, flattened."""
 
-    Attributes:
-        flat: Shape (N,).
-        tokens_mask: Which tokens are valid; None in a step that is simulated without values. It is made here and not in
-            the layers: in a selective checkpoint, a recomputation must run the same operators as the forward pass.
-        count: The number of valid tokens, which the host begins to read when the model is called; None while a graph is
-            captured.
-    """
-
-    flat: Tensor
+    flat: Tensor  # shape (N,)
     sequences: int
+    # Which tokens are valid; None in a step that is simulated without values. It is made here and not in the layers: in
+    # a selective checkpoint, a recomputation must run the same operators as the forward pass.
     tokens_mask: TokenMask | None
+    # The number of valid tokens, which the host begins to read when the model is called; None while a graph is captured
     count: HostRead | None = None
     tokens: int = field(init=False)
 
@@ -231,13 +226,10 @@ def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class TracedMasks:
-    """The attention masks that hold in the modules of a compiled forward pass; empty before and after it.
+    """The attention masks that hold in the modules of a compiled forward pass; empty before and after it."""
 
-    Attributes:
-        masks: Pairs of a mask, or None for no mask, and the module whose call set it; the innermost last. Modules that
-            leave the mask unchanged have no entry: a checkpoint inside of a graph may change nothing outside of itself.
-    """
-
+    # Pairs of a mask, or None for no mask, and the module whose call set it; the innermost last. Modules that leave the
+    # mask unchanged have no entry: a checkpoint inside of a graph may change nothing outside of itself.
     masks: list[tuple[Tensor | None, nn.Module]] = field(default_factory=list)
 
     def enter(self, module: nn.Module, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -27,21 +27,16 @@ WAITING = (
 
 
 class StepChecks:
-    """The observations of a model's first training steps.
-
-    Attributes:
-        said: What was logged already, once for all modules.
-        is_done: Whether a first training step was looked at.
-    """
+    """The observations of a model's first training steps."""
 
     def __init__(self, names: Sequence[str], min_rows: int) -> None:
         """Begin with nothing seen."""
-        self.said: set[str | None] = set()
+        self.said: set[str | None] = set()  # what was logged already, once for all modules
         self._names, self._min_rows = names, min_rows
         self._model: weakref.ref[nn.Module] | None = None
         self._present: weakref.WeakSet[nn.Module] | None = None  # unknown in a copy of a converted model
         self._checkpointed: set[int] = set()
-        self.is_done = False
+        self.is_done = False  # whether a first training step was looked at
         self._rows: dict[int, int | None] = {}
 
     def note_model(self, model: nn.Module) -> None:

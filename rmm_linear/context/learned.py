@@ -34,14 +34,10 @@ MOST_ERROR = 0.135  # of a score, by codes of 4 bits: bias² is then 0.001 to 0.
 
 @dataclass
 class Learned:
-    """What a module has shown in its first steps.
+    """What a module has shown in its first steps."""
 
-    Attributes:
-        steps: Those that were read.
-        unread: Of those that the host has not read, four numbers each, float64.
-    """
-
-    steps: int = 0
+    steps: int = 0  # those that were read
+    # Of those that the host has not read, four numbers each, float64
     unread: list[Tensor] = field(default_factory=list, compare=False)
 
     @property

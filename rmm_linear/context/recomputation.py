@@ -71,24 +71,17 @@ def _number_of(index: int, call: int) -> int:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """The masks, ids and sample indices of the layers' calls in one forward pass.
-
-    Attributes:
-        begin: Number of its first autograd node.
-        end: Number of the first node after it, or None while the pass is running.
-        calls: By the layer's index: N, the mask, the ids and the sample indices of its calls.
-        backward_begun: Whether its backward pass has begun.
-        is_dropped: Whether calls with a mask were dropped, because its backward pass is over.
-    """
+    """The masks, ids and sample indices of the layers' calls in one forward pass."""
 
     module: nn.Module
     pending: PendingForwards
     seeds: StepSeeds
-    begin: int
-    end: int | None = None
+    begin: int  # number of its first autograd node
+    end: int | None = None  # number of the first node after it, or None while the pass is running
+    # By the layer's index: N, the mask, the ids and the sample indices of its calls
     calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
-    backward_begun: bool = False
-    is_dropped: bool = False
+    backward_begun: bool = False  # whether its backward pass has begun
+    is_dropped: bool = False  # whether calls with a mask were dropped, because its backward pass is over
 
     def note_backward(self) -> None:
         self.backward_begun = self.pending.backward_seen = True
@@ -137,14 +130,10 @@ class _OfThread(threading.local):
 
 
 class PendingForwards:
-    """The forward passes of a model whose layers may still be recomputed.
-
-    Attributes:
-        backward_seen: Whether a backward pass has begun since this was set to False.
-    """
+    """The forward passes of a model whose layers may still be recomputed."""
 
     def __init__(self) -> None:
-        self.backward_seen = False
+        self.backward_seen = False  # whether a backward pass has begun since this was set to False
         # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
         self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found

@@ -50,12 +50,9 @@ _FEW = 64  # sketches of inputs that may be gone, at least, before a search for 
 
 @dataclass
 class SketchCache:
-    """The sketches of the current forward pass.
+    """The sketches of the current forward pass."""
 
-    Attributes:
-        groups: Groups of layers that have shared one sketch, as tuples of their indices.
-    """
-
+    # Groups of layers that have shared one sketch, as tuples of their indices
     groups: set[tuple[int, ...]] = field(default_factory=set)
     _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
     _task: int = -1

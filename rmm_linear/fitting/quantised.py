@@ -26,14 +26,7 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class QuantizedLinear(nn.Module):
-    """The place of a frozen linear layer whose weight is in 4 bits; it has shapes and no values.
-
-    Attributes:
-        weight: Packed, two numbers per byte, shape (O · I / 2, 1).
-        absmax: Absolute maximum of every block of weights; in 8 bits with double quantization.
-        scale: Scales of absolute maxima in 8 bits, or None. Both are no buffers, as in bitsandbytes: a recomputation
-            keeps buffers as the first run saw them, and :class:`rmm_linear.Shards` leaves these whole.
-    """
+    """The place of a frozen linear layer whose weight is in 4 bits; it has shapes and no values."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: nn.Parameter | None, dtype: torch.dtype, blocksize: int, *, double: bool
@@ -44,10 +37,13 @@ class QuantizedLinear(nn.Module):
         size = inputs * outputs
         blocks = -(-size // blocksize)
         packed = torch.empty((size + 1) // 2, 1, dtype=torch.uint8, device="meta")
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(packed, requires_grad=False)  # packed, two numbers per byte, shape (O · I / 2, 1)
         self.bias = bias
         kind = torch.uint8 if double else torch.float32
+        # Absolute maximum of every block of weights; in 8 bits with double quantization
         self.absmax = torch.empty(blocks, device="meta", dtype=kind)
+        # Scales of absolute maxima in 8 bits, or None. Both are no buffers, as in bitsandbytes: a recomputation keeps
+        # buffers as the first run saw them, and Shards leaves these whole.
         self.scale = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
 
     def forward(self, x: Tensor) -> Tensor:

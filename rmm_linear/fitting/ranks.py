@@ -102,11 +102,7 @@ def ranks_of(model: nn.Module) -> Processes | None:
 
 
 class Member:
-    """The part of one process in a fit of several.
-
-    Attributes:
-        planner: The rank whose exact step takes the most, by its batch.
-    """
+    """The part of one process in a fit of several."""
 
     def __init__(self, ranks: Processes, process: Resident, example: Any) -> None:
         """Begin with an exact model, and find out whose step takes the most."""
@@ -115,7 +111,7 @@ class Member:
         # A model that is divided has other ranks take part in its real steps.
         self._alone: Callable[[], AbstractContextManager[Any]] = nullcontext if is_sharded(process.model) else silent
         exact = ranks.together(self._simulated)
-        self.planner = exact.index(max(exact))
+        self.planner = exact.index(max(exact))  # the rank whose exact step takes the most, by its batch
 
     def fit(self, plan: Callable[[Callable[[BlockPlan], tuple[RankPeak, ...]]], FitReport]) -> FitReport:
         """Let one process plan, by ``plan(check)``; return its report in all."""

@@ -35,14 +35,10 @@ Make = Callable[[PlannedBlock], BlockPlan]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of blocks.
+    """Seconds of blocks."""
 
-    Attributes:
-        plain: Block to the seconds of its forward and backward pass.
-        extra: Block and option to the seconds that the option adds; negative where it saves some.
-    """
-
-    plain: dict[str, float]
+    plain: dict[str, float]  # block to the seconds of its forward and backward pass
+    # Block and option to the seconds that the option adds; negative where it saves some
     extra: dict[tuple[str, str], float]
 
 

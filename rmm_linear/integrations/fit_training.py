@@ -67,9 +67,6 @@ class FitCallback(TrainerCallback):
 
     fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
     which the model is planned. checkpointing: "replace" or "keep", where ``fit`` does not say; None is "replace".
-
-    Attributes:
-        fit_report: Of the last plan; None before the first step, and if the plan was restored.
     """
 
     def __init__(
@@ -89,6 +86,7 @@ class FitCallback(TrainerCallback):
                 )
             self.settings |= {} if checkpointing == REPLACE else {"checkpointing": checkpointing}
         self.around = around
+        # Of the last plan; None before the first step, and if the plan was restored
         self.fit_report: FitReport | None = None
         self._trainer: Any = None
         self._ranks: Processes | None = None

@@ -40,25 +40,16 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorc
 
 
 class ConvertedModule(nn.Module):
-    """Base class of converted modules: a configuration, and the module's place in a converted model.
+    """Base class of converted modules: a configuration, and the module's place in a converted model."""
 
-    Attributes:
-        rmm_operation: Its operation, one of :data:`rmm_linear.config.OPERATIONS`.
-        rmm_learns_rows: Whether what it saves of a row is for the gradient of the same row of its output.
-        rmm_config: How the module saves its activations.
-        rmm_context: The context of the converted model, or None for a module outside of one.
-        rmm_index: Index of the module in the converted model.
-        rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
-        rmm_took_seed: Whether the last call that was no recomputation took a seed.
-    """
-
-    rmm_operation: ClassVar[str]
+    rmm_operation: ClassVar[str]  # its operation, one of config.OPERATIONS
+    # Whether what it saves of a row is for the gradient of the same row of its output
     rmm_learns_rows: ClassVar[bool] = True
-    rmm_config: RMMConfig
-    rmm_context: ModelContext | None
-    rmm_index: int
-    rmm_mask_checked: bool
-    rmm_took_seed: bool
+    rmm_config: RMMConfig  # how the module saves its activations
+    rmm_context: ModelContext | None  # the context of the converted model, or None for a module outside of one
+    rmm_index: int  # index of the module in the converted model
+    rmm_mask_checked: bool  # whether a backward pass has shown that masked tokens carry no gradient
+    rmm_took_seed: bool  # whether the last call that was no recomputation took a seed
 
     @classmethod
     def fields_of(cls, original: type[nn.Module]) -> dict[str, Any]:

@@ -40,21 +40,15 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class LinearPlan(NamedTuple):
-    """Decisions that follow from shape, element size, weight and configuration, made once for calls that are alike.
-
-    Attributes:
-        by_valid: The decisions for fewer rows than all, by their number and whether they are of a learned pattern.
-        spec: How the input is saved; None if the layer is exact.
-        is_general: Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms.
-        is_directed: Whether fixed directions may be taken out of all rows that are saved.
-        key: What is saved as a string, for the cache of sketches.
-    """
+    """Decisions that follow from shape, element size, weight and configuration, made once for calls that are alike."""
 
     decided_by: tuple[Any, ...]
-    spec: SaveSpec | None
+    spec: SaveSpec | None  # how the input is saved; None if the layer is exact
+    # Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms
     is_general: bool
-    key: str
-    is_directed: bool
+    key: str  # what is saved as a string, for the cache of sketches
+    is_directed: bool  # whether fixed directions may be taken out of all rows that are saved
+    # The decisions for fewer rows than all, by their number and whether they are of a learned pattern
     by_valid: dict[tuple[int, bool], LinearPlan]
 
 

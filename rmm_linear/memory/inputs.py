@@ -128,14 +128,11 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
 
 @dataclass(frozen=True)
 class LossOfBatch:
-    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does.
-
-    Attributes:
-        guesses: Operators that read numbers in simulated steps, which have none, so that they were guessed.
-    """
+    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does."""
 
     batch: Mapping[str, Any]
     of: Callable[[Mapping[str, Any]], Any]
+    # Operators that read numbers in simulated steps, which have none, so that they were guessed
     guesses: set[str] = field(default_factory=set, compare=False)
 
     def __call__(self) -> Any:

@@ -34,14 +34,10 @@ def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps between the products of a block.
+    """The steps between the products of a block."""
 
-    Attributes:
-        softmax_gradients: :func:`softmax_gradients`, or a faster one.
-        apply_mask: Multiplies by dropout's bits: :func:`rmm_linear.packing.masks.apply_mask`, or a faster one.
-    """
-
-    softmax_gradients: Callable[[Tensor, Tensor], None] = softmax_gradients
+    softmax_gradients: Callable[[Tensor, Tensor], None] = softmax_gradients  # softmax_gradients, or a faster one
+    # Multiplies by dropout's bits: packing.masks.apply_mask, or a faster one
     apply_mask: Callable[[Tensor, Tensor, float], Tensor] = apply_mask
 
 

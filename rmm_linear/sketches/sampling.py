@@ -51,16 +51,12 @@ class RowSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampler:
-    """A kind whose S depends on the input through the probabilities of the tokens.
-
-    Attributes:
-        summary: One line for tables and help texts.
-        winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are saved unscaled. ``tails[c]`` is
-            the sum of all probabilities but the c largest.
-    """
+    """A kind whose S depends on the input through the probabilities of the tokens."""
 
     name: str
-    summary: str
+    summary: str  # one line for tables and help texts
+    # Winners(tails, rows) is c, int64 of shape (1,): how many tokens are saved unscaled. tails[c] is the sum of all
+    # probabilities but the c largest.
     winners: Callable[[Tensor, int], Tensor]
 
 

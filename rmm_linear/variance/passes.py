@@ -49,16 +49,12 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Passes:
-    """Forward and backward passes of a model over one batch. The parameters' ``grad`` is not touched.
-
-    Attributes:
-        trained: Name to parameter, of those that require a gradient.
-        states: States of the random number generators by device, with which each pass over the batch begins.
-    """
+    """Forward and backward passes of a model over one batch. The parameters' ``grad`` is not touched."""
 
     model: nn.Module
     batch: Mapping[str, Any]
-    trained: dict[str, nn.Parameter] = field(init=False)
+    trained: dict[str, nn.Parameter] = field(init=False)  # name to parameter, of those that require a gradient
+    # States of the random number generators by device, with which each pass over the batch begins
     states: dict[torch.device, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:

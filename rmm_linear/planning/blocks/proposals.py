@@ -38,32 +38,23 @@ def seconds_of(option: Option) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """The options of every block, as a value, and the plans made of them.
-
-    Attributes:
-        budget: Bytes of a step.
-        cost: The sum that the solver minimizes.
-        configure: Makes the configuration for the converted blocks of a plan.
-        folder: Of files, for offloaded blocks of a model on the CPU.
-        host: Limit of the bytes that wait in host memory or files; None is none.
-        checkpointing: Of the plans.
-        rows: Of every block, its options; if left out, blocks stay as they are.
-        peaks: Of the steps that were simulated, by the option of every block. Other examples have others.
-    """
+    """The options of every block, as a value, and the plans made of them."""
 
     model: nn.Module
     example: Any
     costs: Costs
-    budget: int
+    budget: int  # bytes of a step
     workspace: Workspace | None = None
-    cost: Cost = seconds_of
+    cost: Cost = seconds_of  # the sum that the solver minimizes
     solver: str = "rounded"
+    # Makes the configuration for the converted blocks of a plan
     configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None
-    folder: str | None = None
-    host: int | None = None
-    checkpointing: str = KEEP_CHECKPOINTS
+    folder: str | None = None  # of files, for offloaded blocks of a model on the CPU
+    host: int | None = None  # limit of the bytes that wait in host memory or files; None is none
+    checkpointing: str = KEEP_CHECKPOINTS  # of the plans
     held: Held | None = None
-    rows: Sequence[Sequence[PlannedBlock]] = ()
+    rows: Sequence[Sequence[PlannedBlock]] = ()  # of every block, its options; if left out, blocks stay as they are
+    # Of the steps that were simulated, by the option of every block. Other examples have others.
     peaks: dict[tuple[str, ...], Peak] = field(default_factory=dict)
     stands: list[bool] = field(default_factory=lambda: [True])  # empty once a step without some blocks has failed
 

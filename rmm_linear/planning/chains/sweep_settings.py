@@ -15,17 +15,13 @@ from rmm_linear.planning.stores.folder import refuse_file
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of a sweep.
-
-    Attributes:
-        disk: States in the store under ``levels``; None otherwise.
-        costs: Time of a write and of a read under ``levels``, in forward steps; None to measure it.
-    """
+    """Arguments of a sweep."""
 
     slots: int
     store: Any
     interval: int | str
-    disk: int | None = None
+    disk: int | None = None  # states in the store under levels; None otherwise
+    # Time of a write and of a read under levels, in forward steps; None to measure it
     costs: tuple[float, float] | None = None
 
     @classmethod

@@ -38,21 +38,14 @@ def is_differentiable(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state, with the generators and buffers that the step after it reads.
+    """A state, with the generators and buffers that the step after it reads."""
 
-    Attributes:
-        position: The step before which it was taken.
-        leaves: The state's tensors, without what a view keeps alive beyond itself; other leaves as they are.
-        strides: Strides that the tensors had: a product of a transposed matrix may round otherwise.
-        versions: Version counters of the tensors when they were taken, or None where they cannot be changed.
-        seen: Random generators and buffers, or None where they need not be set.
-    """
-
-    position: int
-    leaves: list[Any]
-    strides: list[tuple[int, ...]]
+    position: int  # the step before which it was taken
+    leaves: list[Any]  # the state's tensors, without what a view keeps alive beyond itself; other leaves as they are
+    strides: list[tuple[int, ...]]  # strides that the tensors had: a product of a transposed matrix may round otherwise
+    # Version counters of the tensors when they were taken, or None where they cannot be changed
     versions: list[int] | None
-    seen: Seen | None
+    seen: Seen | None  # random generators and buffers, or None where they need not be set
 
     @classmethod
     def of(

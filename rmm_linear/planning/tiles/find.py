@@ -44,14 +44,10 @@ class FoundTile:
 
 @dataclass
 class FoundTiles:
-    """What :func:`find_tiles` has found.
+    """What :func:`find_tiles` has found."""
 
-    Attributes:
-        tiles: In the model's order.
-        refused: By its name, why a module whose code runs linear layers cannot run in slices.
-    """
-
-    tiles: list[FoundTile] = field(default_factory=list)
+    tiles: list[FoundTile] = field(default_factory=list)  # in the model's order
+    # By its name, why a module whose code runs linear layers cannot run in slices
     refused: dict[str, str] = field(default_factory=dict)
 
 

@@ -39,18 +39,12 @@ def balanced(rows: int, size: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class RowSlices:
-    """The slices of one call.
+    """The slices of one call."""
 
-    Attributes:
-        lead: The leading dimensions of its main stream, shape (*lead, H).
-        is_flat: Whether these are one dimension to the slices, whose shape is (1, ..., 1, rows, H); else the last of
-            them is cut.
-        slices: Where each slice begins, and how long it is.
-    """
-
-    lead: tuple[int, ...]
+    lead: tuple[int, ...]  # the leading dimensions of its main stream, shape (*lead, H)
+    # Whether these are one dimension to the slices, whose shape is (1, ..., 1, rows, H); else the last of them is cut
     is_flat: bool
-    slices: tuple[tuple[int, int], ...]
+    slices: tuple[tuple[int, int], ...]  # where each slice begins, and how long it is
 
     @property
     def dim(self) -> int:
