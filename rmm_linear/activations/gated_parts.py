@@ -54,10 +54,7 @@ class GatedParts:
         return _FUNCTIONS[self.activation] if self.act is None else module.get_submodule(self.act)
 
     def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs of gate and up, called in the module's own order.
-
-        x: Its input, shape (*, H). Returns two tensors of shape (*, C).
-        """
+        """Return the outputs of gate and up, called in the module's own order."""
         if self.gate == self.up:
             first, second = module.get_submodule(self.gate)(x).chunk(2, dim=-1)
         else:
@@ -173,11 +170,7 @@ def _calls_function(module: nn.Module) -> bool:
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """Find which of :data:`rmm_linear.packing.gated.ACTIVATIONS` a module computes, by its values from −12 to 12.
-
-    None for any other function, a module with parameters, buffers or children, or one that does not take a single
-    tensor.
-    """
+    """Find which of :data:`rmm_linear.packing.gated.ACTIVATIONS` a module computes, by its values from −12 to 12."""
     if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
         return None
     if isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):

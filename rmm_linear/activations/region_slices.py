@@ -128,10 +128,7 @@ def ratio_of(shape: Shape, total: int, *, is_wide: bool) -> int:
 
 
 def guesses(saved: float, shapes: Sequence[Shape], leaves: dict[Place, Shape]) -> Iterator[Slices]:
-    """Guess which tensors have the sequences first: those with as many rows, then those with a multiple of them.
-
-    A tensor with one row may have a row for every sequence in another call.
-    """
+    """Guess which tensors have the sequences first: those with as many rows, then those with a multiple of them."""
     total, longest, pairs = sizes(shapes)
     for is_wide in (False, True):
         ratios = {

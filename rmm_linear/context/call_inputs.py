@@ -121,11 +121,7 @@ class CallInputs:
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
     def layer_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Describe a call of a layer to norm estimators.
-
-        shape: Leading dimensions of the layer's input; mask and ids have as many tokens as their product. If the input
-        is flattened, batch and sequence length are those of the ids or the mask.
-        """
+        """Describe a call of a layer to norm estimators."""
         ids, mask, index = self.input_ids, self.mask, self.sample_index
         if len(shape) < 2 and ids is not None:
             shape = tuple(ids.shape)
@@ -153,10 +149,7 @@ def valid_tokens(mask: Tensor) -> Tensor:
 
 
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Remove the sample indices from the arguments of the outermost call, unless its forward has a parameter for them.
-
-    Returns the indices, int64 of shape (batch,) on the CPU, or None; and the arguments.
-    """
+    """Take the sample indices out of the outermost call's arguments, unless its forward has a parameter for them."""
     argument = kwargs.get(SAMPLE_INDEX)
     if SAMPLE_INDEX not in parameters(module):
         kwargs = {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
@@ -204,10 +197,7 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def mask_argument(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return the attention mask among the arguments of a call, and whether the module has a parameter for one.
-
-    The mask is None where there is none, and where the module processes rows of two sequences.
-    """
+    """Return the attention mask among the arguments of a call, and whether the module has a parameter for one."""
     if _MASK not in names:
         return None, False
     two = _TWO_SEQUENCES in names or _argument(names, _OTHER_SEQUENCE, args, kwargs) is not None

@@ -158,10 +158,7 @@ class ScoreSpread(Learned):
         self.unread.append(torch.stack([found, *[torch.zeros_like(found)] * 3]))
 
     def observe_errors(self, scores: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Look at scores (…, Tq, Tk), and at those of decoded values: the largest error is MOST_ERROR, or too large.
-
-        Masked scores are very low. What is the same for all keys of a query does not count.
-        """
+        """Look at scores (…, Tq, Tk), and at those of decoded values: the largest error is MOST_ERROR, or too large."""
         found: list[Tensor] = []
         for exact, decoded in scores:
             is_seen = exact > _MASKED

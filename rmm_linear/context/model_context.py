@@ -130,10 +130,7 @@ class ModelContext:
             self.detach()
 
     def is_open(self) -> bool:
-        """Say whether a forward pass of the model, or its recomputation, is running.
-
-        Not so where a layer is called by itself, or ``model.forward`` is called without the model's hooks.
-        """
+        """Say whether a forward pass of the model, or its recomputation, is running."""
         return bool(self._running.inputs) or in_backward()
 
     @property
@@ -186,10 +183,7 @@ class ModelContext:
         return held.seeds.take(index, self.salt) if seeded else None, ranks, held
 
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Return the mask and ids of a call of a layer, and remember them for its recomputation.
-
-        The mask is None if there is none, it has another number of tokens, or nothing is padded.
-        """
+        """Return the mask and ids of a call of a layer, and remember them for its recomputation."""
         return self._inputs_of(index, shape, masked).layer_call(shape, device, masked)
 
     def mask_of(
@@ -211,10 +205,7 @@ class ModelContext:
         device: torch.device,
         source: AttentionMask | None = None,
     ) -> TokenMask | None:
-        """Return the rows of a call that are saved; ``mask`` are those that are no padding, from ``source``.
-
-        The shape is that of the leading dimensions; if the rows are flattened, the sequences are those of the mask.
-        """
+        """Return the rows of a call that are saved; ``mask`` are those that are no padding, from ``source``."""
         rows = self.rows_of(index)
         if rows is None or not rows.pattern or is_capturing(device):
             return mask
@@ -282,10 +273,7 @@ class ModelContext:
         return inputs.fitting(shape).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
-        """Return ŷ for a sketch that a layer makes for itself and for the layers that share it, float32, shape (N,).
-
-        It is √Σŷ² over these layers; None if no estimator predicts anything.
-        """
+        """Return ŷ for a sketch that a layer makes for itself and for the layers that share it, float32, shape (N,)."""
         groups = [group for group in self.sketch_cache.groups if index in group]
         members = sorted(set(max(groups, key=len, default=(index,))))
         known = [self.estimators[member].predict(call) for member in members if member in self.estimators]

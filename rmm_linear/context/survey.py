@@ -69,10 +69,7 @@ class Survey:
         self._kept.setdefault(key, []).append(found)
 
     def decide(self, output: Any) -> tuple[list[int], set[tuple[int, int]]]:
-        """Return the modules all of whose calls would keep what the graph behind the model's output keeps.
-
-        And likewise the sites of modules that have several, those of the former too.
-        """
+        """Return the modules all of whose calls would keep what the graph behind the model's output keeps."""
         calls, self._kept = self._kept, {}
         alive = {one.cdata for each in calls.values() for call in each for one in call if not one.expired()}
         if not alive:

@@ -60,10 +60,7 @@ class PackedChoice:
 
 
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
-    """Choose the modules that a configuration makes save packed, and say why others cannot be changed.
-
-    Modules are tried on a few numbers, of the selected operations alone.
-    """
+    """Choose the modules that a configuration makes save packed, and say why others cannot be changed."""
     found: dict[str, PackedChoice] = {}
     skipped: dict[str, str] = {}
     choices = _choices(names, config)

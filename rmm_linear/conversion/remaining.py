@@ -209,11 +209,7 @@ def still_saved(
     reasons: Reasons,
     before: int,
 ) -> tuple[int, list[Keeper], dict[str, int], list[str]]:
-    """Divide what a converted model saves into the bytes of compressed activations, and the rest, the most bytes first.
-
-    The rest is given by modules, of which those whose names differ in numbers only are one entry, and by its kinds;
-    the last are sentences on what would save most of it.
-    """
+    """Divide what a converted model saves into bytes of compressed activations, and the rest, the most bytes first."""
     compressed, kinds, remedies = 0, Counter[str](), Counter[str]()
     modules: dict[str, Counter[tuple[tuple[str, ...], str]]] = {}
     for key, entry in storages.items():

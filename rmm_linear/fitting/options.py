@@ -102,10 +102,7 @@ class Candidates:
         return self.proposals
 
     def compose(self, fits: Callable[[Proposals], bool]) -> Proposals:
-        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices.
-
-        They are timed if some of them may be within the budget, by what ``fits`` says.
-        """
+        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices."""
         if not self.is_composed:
             known = [len(rows) for rows in self.proposals.rows]
             self._add_compositions()

@@ -53,11 +53,7 @@ class Resident:
 def resident(
     model: nn.Module, optimizer: Any = None, shards: Shards | None = None, *, accumulate: bool = False
 ) -> Resident:
-    """Count what a training process has before a step; ``accumulate``: with the gradients of earlier batches.
-
-    Where ``fully_shard`` has divided the model and synchronisation is off, gradients accumulate whole. Views of buckets
-    of ``DistributedDataParallel`` are there before a step in any case.
-    """
+    """Count what a training process has before a step; ``accumulate``: with the gradients of earlier batches."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
     reshard(model)
     static = static_memory_of(model, optimizer, shards)

@@ -144,10 +144,7 @@ class SizeSearch:
         return (found.plan.predicted - there.predicted) / (found.size - other)
 
     def _judged(self, plan: BlockPlan, size: int, *, is_last: bool = False) -> BlockPlan | None:
-        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory.
-
-        Without weights, like blocks stand for one another until the last step.
-        """
+        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory."""
         proposals = replace(self.work.proposals, example=self.sizes.batch(size))
         try:
             if is_last or has_memory(self.work.model):
@@ -191,11 +188,7 @@ class SizeSearch:
         at_least: int = 1,
         tries: int = 30,
     ) -> tuple[int, BlockPlan | None]:
-        """Find the largest size, and the plan for it.
-
-        With few tries, or a tolerance, it may not be the largest, but what is returned was tried and is within the
-        budget.
-        """
+        """Find the largest size, and the plan for it."""
         most, tolerance = self.sizes.most, self.sizes.tolerance
         aim = int(self.budget * (1 - tolerance / 2))
         guess = _meeting(fits or (lambda size, budget: line(size) <= budget), aim, most)
@@ -220,10 +213,7 @@ class SizeSearch:
 
 
 def _evened(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> list[int]:
-    """Give all blocks the most frequent choice that have it: while a block runs backward, the one before comes back.
-
-    What comes back is in no sum of options, and the more the less of it waited in the block that was measured.
-    """
+    """Give all blocks the most frequent choice that have it: while a block runs backward, the one before comes back."""
     names = [block[index].name for block, index in zip(options, chosen, strict=True)]
     often = Counter(names).most_common(1)[0][0]
     return [

@@ -25,10 +25,7 @@ NARROW = "narrow"
 
 @dataclass(frozen=True)
 class Setting:
-    """How the modules of a block are converted: operation to the fields of :class:`~rmm_linear.RMMConfig` that differ.
-
-    Operations that are not there stay exact.
-    """
+    """How the modules of a block are converted: operation to the fields of RMMConfig that differ."""
 
     name: str
     fields: Mapping[str, Mapping[str, Any]]

@@ -276,10 +276,7 @@ def _elements(model: Any, inputs: Any) -> int:
 
 
 def example_of(trainer: Any, model: nn.Module, inputs: Any) -> Any:
-    """Return how the Trainer calls the model, if it takes the loss that the model returns, else the Trainer's loss.
-
-    The two losses are alike but for rounding where a Trainer scales, or adds up once more: see :func:`is_same_loss`.
-    """
+    """Return how the Trainer calls the model, if it takes the loss that the model returns, else the Trainer's loss."""
     loss, calls = loss_call(trainer, model, inputs), list[tuple[Any, Any, Any]]()
     handle = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     try:

@@ -180,11 +180,7 @@ class ConvertedModule(nn.Module):
     def _note_backward(
         self, y: Tensor, mask: TokenMask | None, shape: tuple[int, ...] | None = None, *, is_pattern: bool = False
     ) -> None:
-        """Check what a backward pass shows: ``y`` is the gradient of the output, shape (N, O), and learn from it.
-
-        ``shape``: The leading dimensions of a call that saves every row, whose module may learn which have a gradient.
-        ``is_pattern``: Whether the mask is of the rows that it has learned, which every pass checks.
-        """
+        """Check what a backward pass shows: ``y`` is the gradient of the output, shape (N, O), and learn from it."""
         if is_reverted(self):
             return
         context, index = self.rmm_context, self.rmm_index

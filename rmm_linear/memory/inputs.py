@@ -58,11 +58,7 @@ def unsaved_reason(seen: LayerInput) -> str | None:
 
 
 def saved_tensors(model: nn.Module, batch: Any) -> tuple[Ledger, dict[StorageKey, list[Saver]]]:
-    """Run one forward pass in training mode and record which operators save what for backward.
-
-    ``batch`` is a mapping of keyword arguments, a sequence of arguments, one argument, or a function that runs the
-    model on one and returns its output or loss. Operators that no output depends on are not found.
-    """
+    """Run one forward pass in training mode and record which operators save what for backward."""
     return layer_inputs(model, batch, [])[1:]
 
 
@@ -205,11 +201,7 @@ def rows_in(batch: Any) -> int:
 
 @contextmanager
 def restored(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
-    """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.
-
-    Modes, buffers (unless they are left out) and random number generators, Python's and NumPy's too, are restored after
-    it.
-    """
+    """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be."""
     modes = {module: module.training for module in model.modules()}
     kept = [
         (module, name, buffer, buffer.detach().clone())

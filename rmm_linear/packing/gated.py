@@ -70,10 +70,7 @@ def pack_gated(
 def apply_gated(
     y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
 ) -> list[Tensor | None]:
-    """Multiply a gradient of act(a) · b, shape (N, C), by p and by s: da and db; None where one is missing.
-
-    Rows that are not stored get zeros.
-    """
+    """Multiply a gradient of act(a) · b, shape (N, C), by p and by s: da and db; None where one is missing."""
     stored = _wide(y if index is None else y.index_select(0, index))
     found: list[Tensor | None] = []
     for which, product in enumerate(packed):

@@ -32,10 +32,7 @@ def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def blank_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Return bytes for parts, uninitialized but for zeros between them: the same seed makes the same bytes.
-
-    What follows seeds is left to :func:`rmm_linear.sketches.seeds.fresh_seeds`.
-    """
+    """Return bytes for parts, uninitialized but for zeros between them: the same seed makes the same bytes."""
     stored, place = empty_stored(like, parts), 0
     for shape, dtype in parts:
         end, place = place + math.prod(shape) * dtype.itemsize, place + _padded((shape, dtype))

@@ -66,10 +66,7 @@ def sketch_parts(
     mask: TokenMask | None = None,
     generator: Generator = philox,
 ) -> Callable[[int, int], Tensor]:
-    """Return a function of ``begin`` and ``end`` that makes these rows of :func:`sketch`'s result, on CPU.
-
-    So SᵀM need never exist as a whole. The kinds of :data:`SAMPLERS` cannot do that where K < N.
-    """
+    """Return a function of ``begin`` and ``end`` that makes these rows of :func:`sketch`'s result, on CPU."""
     tokens = matrix.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)
     if mask is None and sketch_rows >= tokens:

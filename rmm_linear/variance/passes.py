@@ -26,10 +26,7 @@ def is_measuring() -> bool:
 
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Run passes of a model in training mode, eagerly and with gradients, and leave modes and random numbers as before.
-
-    A model in training mode keeps the modes of its modules, some of which may be in eval mode.
-    """
+    """Run passes of a model in training mode, eagerly and with gradients; restore modes and random numbers."""
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     # What is compiled for training would be compiled again for the classes that modules have meanwhile.
@@ -74,10 +71,7 @@ class Passes:
         self.states |= {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def gradients(self) -> list[Tensor]:
-        """Compute the gradient of the batch, with the same random numbers of the model every time.
-
-        A parameter that has no part in the loss gets zeros.
-        """
+        """Compute the gradient of the batch, with the same random numbers of the model every time."""
         self._rewind()
         return self._gradients(self.batch)
 

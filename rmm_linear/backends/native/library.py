@@ -195,10 +195,7 @@ def unpack(
 
 
 def decode_normal(codes: int, scales: int, levels: int, matrix: Tensor) -> None:
-    """Write the rows of a normal code, which stay rotated.
-
-    codes, scales: Addresses. matrix: Written to; float32, bfloat16 or float16, contiguous, of whole groups of 128.
-    """
+    """Write the rows of a normal code, which stay rotated."""
     groups = matrix.numel() // 128
     function("rmm_decode_normal")(
         codes, scales, groups, levels, matrix.data_ptr(), TYPES[matrix.dtype], threads(matrix)

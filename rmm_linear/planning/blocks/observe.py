@@ -29,13 +29,7 @@ class Observed:
 
 
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> tuple[dict[str, Observed], bool]:
-    """Run a forward pass and note what every block saves and does, in the order in which blocks ran.
-
-    Also say whether the model returns a loss.
-
-    Of a block that runs with gradients, the passes without do not matter, such as those of a reference model that is
-    the model without its adapters.
-    """
+    """Run a forward pass and note what every block saves and does, in the order in which blocks ran."""
     found: dict[str, Observed] = {}
     running, order, losses = list[str](), list[str](), list[bool]()
     given: list[tuple[str, Tensor, int]] = []

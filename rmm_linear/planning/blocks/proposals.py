@@ -197,10 +197,7 @@ class Proposals:
         return best
 
     def smallest(self) -> BlockPlan | None:
-        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all.
-
-        None if all that are known put more elsewhere than the limit.
-        """
+        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
         stage("solving for the least memory")
         options = self.options
         tried = [choose(options, least(options, self.host), self.cost, solver=self.solver, host=self.host)]

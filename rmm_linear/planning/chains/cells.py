@@ -65,10 +65,7 @@ def module_of(cell: Any) -> nn.Module | None:
 
 @dataclass
 class RecordedCell:
-    """One step with its graph: what it read of the inputs and the state, detached, what it put out, and the new state.
-
-    All are lists of leaves, in which a leaf that is not a tensor stands as it is.
-    """
+    """One step with its graph: leaves of what it read, detached, of its output, and of the new state."""
 
     inputs: list[Any]
     state: list[Any]

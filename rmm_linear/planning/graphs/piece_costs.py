@@ -55,10 +55,7 @@ class PieceCosts:
                 self.dying[place].append(key)
 
     def beginning(self, begin: int, ends: Collection[int]) -> list[PieceCost]:
-        """Return the costs of pieces with one begin: saved, and recomputed where that is possible.
-
-        The last piece is never recomputed, which would free nothing.
-        """
+        """Return the costs of pieces with one begin: saved, and recomputed where that is possible."""
         costs, found = self.costs, list[PieceCost]()
         repeatable, stop = costs.repeatable(begin), max(ends)
         saved = waiting = bound = 0  # bytes: saved, made in the piece and not saved so far, used after it

@@ -27,11 +27,7 @@ class OffloadChain:
     """The state that a model's offloaded blocks share: the folder, and the order in which they ran."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Begin without a file.
-
-        ``folder`` is where blocks on the CPU put files, each process in a folder of its own inside of it, removed at
-        the latest when the process ends; None is for models on an accelerator.
-        """
+        """Begin without a file."""
         self.folder = None if folder is None else Path(folder)
         self.holds = True  # fake copies on the device for as long as real ones
         self._files: Files | None = None
@@ -106,11 +102,7 @@ def _end(chain: weakref.ref[OffloadChain]) -> None:
 
 
 class Offloaded(Wrapped):
-    """The forward pass of a module whose saved tensors are offloaded.
-
-    Gradients are those of the module, to the bit. Parameters and the module's buffers stay where they are, and so do
-    storages of 64 KiB and less, sparse tensors and tensor subclasses.
-    """
+    """The forward pass of a module whose saved tensors are offloaded."""
 
     copied = 0  # bytes, in the last forward pass
 

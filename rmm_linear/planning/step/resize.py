@@ -21,10 +21,7 @@ _TABLES = (  # names of embeddings that have a row per position
 
 
 def resized(example: Any, count: int) -> Any:
-    """Make a batch of another number of sequences, by repeating those that are there.
-
-    Tensors whose first dimension is the most frequent one, or the first of such, get that many rows; others stay.
-    """
+    """Make a batch of another number of sequences, by repeating those that are there."""
     have = sequences_of(example)
 
     def resize(tensor: Tensor) -> Tensor:

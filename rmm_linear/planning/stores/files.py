@@ -38,11 +38,7 @@ _MOST_DIMENSIONS = 64
 
 
 class FileStore:
-    """A store in a folder.
-
-    Every object has a folder of its own in it, which other processes leave alone while this one lives, and remove
-    if it was killed.
-    """
+    """A store in a folder."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = RunFolder(Path(folder))

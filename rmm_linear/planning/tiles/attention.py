@@ -27,11 +27,7 @@ _ROWS = 2**16
 
 
 class GroupedHeads(Wrapped):
-    """The forward pass of a module whose flash attention runs its backward pass by groups of heads.
-
-    Attention that PyTorch computes otherwise (with a mask, dropout, other kernels), and of few positions, runs as
-    before, and so does compiled code.
-    """
+    """The forward pass of a module whose flash attention runs its backward pass by groups of heads."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_off or torch.compiler.is_compiling() or not torch.is_grad_enabled():

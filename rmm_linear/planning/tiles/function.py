@@ -242,10 +242,7 @@ class CodedTile(_TileFunction):
 
 
 class _Entry(torch.autograd.Function):
-    """Begins the graph of a slice at a node that does not hold the slice, as a leaf would.
-
-    Nor do hooks of modules, which other tools register, take it for a parameter.
-    """
+    """Begins the graph of a slice at a node that does not hold the slice, as a leaf would."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, part: Tensor) -> Tensor:

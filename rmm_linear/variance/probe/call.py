@@ -88,10 +88,7 @@ class ProbeCall:
             self.handle.remove()
 
     def relative_distance(self, x: Tensor) -> float:
-        """Return the largest difference of sampled elements from this call's, relative to their largest magnitude.
-
-        Infinity if the shapes differ or this call has no sample.
-        """
+        """Return the largest difference of sampled elements from this call's, relative to their largest magnitude."""
         if self.sample is None or x.shape != self.shape:
             return math.inf
         new, old = sample(x).double(), self.sample.double()

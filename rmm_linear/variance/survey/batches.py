@@ -48,10 +48,7 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
 
 
 def read_configuration(name: str, known: Iterable[str] = ()) -> Any:
-    """Read a model's configuration of a folder, of the hub's cache, or of the hub, if that answers at once.
-
-    known: Names that stand for a model without the hub, which an error says.
-    """
+    """Read a model's configuration of a folder, of the hub's cache, or of the hub, if that answers at once."""
     config = import_transformers().AutoConfig
     if Path(name).is_dir():
         return config.from_pretrained(name)
