@@ -94,15 +94,10 @@ class FitCallback(TrainerCallback):
         self._largest: float = 0
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Look for a plan that the model has already."""
-        if model is not None:
+        if (model := kwargs.get("model")) is not None:
             self.begin(calling_trainer(self), model)
 
     def on_step_begin(
