@@ -98,7 +98,8 @@ class CallInputs:
         argument, has_parameter = mask_argument(names, args, kwargs)
         mask = self._mask(argument) if has_parameter else self.mask
         ids = None if _TWO_SEQUENCES in names else _argument(names, _IDS, args, kwargs)
-        if _TWO_SEQUENCES not in names and not (ids is not None and _are_ids(ids)):
+        is_text = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
+        if _TWO_SEQUENCES not in names and not is_text:
             ids = self.input_ids
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
@@ -162,10 +163,6 @@ def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor
             f"{tuple(index.shape)}. rmm_linear.estimators.with_sample_index makes it."
         )
     return index.detach().to(torch.int64), kwargs
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def _fits(of: tuple[int, int], shape: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 
 def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
     names = {module: name for name, module in model.named_modules() if name}
-    linears = {name: module for module, name in names.items() if _can_be_probed(module)}
+    linears = {n: m for m, n in names.items() if isinstance(m, SketchedLayer) or type(m) is nn.Linear or is_conv1d(m)}
     if not linears:
         raise ValueError(
             f"GradientProbe needs a model with linear layers inside, got {type(model).__name__} without any. Wrap a "
@@ -39,10 +39,6 @@ def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config:
             f"The nearest layers are {nearest(pattern, list(linears))}."
         )
     return chosen
-
-
-def _can_be_probed(module: nn.Module) -> bool:
-    return isinstance(module, SketchedLayer) or type(module) is nn.Linear or is_conv1d(module)
 
 
 _POSITIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
