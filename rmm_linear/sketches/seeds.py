@@ -20,12 +20,7 @@ _LIMIT = 2**63 - 1
 
 
 def mix(*parts: int) -> int:
-    """Hash integers into one signed 64-bit seed.
-
-    Example:
-        >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
-        (True, False)
-    """
+    """Hash integers into one signed 64-bit seed."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
