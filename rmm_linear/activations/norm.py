@@ -141,8 +141,10 @@ class PackedNorm(PackedModule):
 
     def _known_casts(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Casts | None:
         """How the kernel that makes the output is to round; None if the module makes it."""
+        if not self.rmm_casts:
+            return None
         dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
-        if not self.rmm_casts or len(dtypes) > 1 or not runs_fused(input, is_composed=True):
+        if len(dtypes) > 1 or not runs_fused(input, is_composed=True):
             return None
         return self.rmm_casts.get((input.dtype, next(iter(dtypes), None)))
 
