@@ -82,7 +82,6 @@ class AllGraphs:
     """Every step is recorded when it first runs, for there are slots for all graphs."""
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
-        """See :class:`Splits`."""
         return -1
 
 
@@ -133,7 +132,6 @@ class Table:
         self.cost, self.stored_cost = costs
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
-        """See :class:`Splits`."""
         key = slots, steps, is_stored
         if key not in self._found:
             self._found[key] = self._search(*key)
@@ -187,7 +185,6 @@ class Envelope:
         return int(_bounds(self.rows, slots, torch.tensor([steps], device="cpu")))
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
-        """See :class:`Splits`."""
         key = slots, steps, is_stored
         if key not in self._found:
             self._found[key] = self._search(*key)
