@@ -60,10 +60,8 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     of bitsandbytes on the meta device, which it quantizes on the way to another one, and tensor subclasses that consist
     of other tensors, such as torchao's. Other packages' count if they keep tensors in attributes of their layers.
 
-    model: One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor``
-    parameters), the local parts count, and what ``fully_shard`` gathers. optimizer: An instance, a class that will
-    update all parameters that require a gradient, or a callable that makes one; None counts nothing. shards: How
-    the model will be divided, see :class:`Shards`.
+    A model in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor`` parameters), the
+    local parts count, and what ``fully_shard`` gathers.
     """
     with tensor_parallel_sizes(model, shards):
         return static_memory_of(model, optimizer, shards)

@@ -53,10 +53,6 @@ def lengthened(example: Any, length: int) -> Any:
 
     Token ids, labels and masks of shape (B, T), embeddings (B, T, H) and masks (B, 1, T, T) follow the sequence;
     tensors of another length stay. Padding keeps its share. Position ids count on from where a text begins.
-
-    Raises:
-        ValueError: If no tensor has a sequence, or one cannot follow it: images, and rows in which several texts are
-            told apart by their lengths.
     """
     count, have = sequences_of(example), length_of(example)
 

@@ -21,9 +21,6 @@ def without_weights(model: nn.Module) -> nn.Module:
 
     Ties, views, modes, hooks and what is frozen, quantized, converted or planned stay. Functions of others that are
     hooks are the same ones, not copies.
-
-    Raises:
-        ValueError: If something in the model cannot be copied.
     """
     inside, on_meta = {id(module) for module in model.modules()}, _OnMeta()
     memo: dict[int, Any] = {}

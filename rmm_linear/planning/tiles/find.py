@@ -60,12 +60,6 @@ def find_tiles(module: nn.Module) -> FoundTiles:
 
     The module stays as it is, and so do random generators. Modules without values, or with sharded ones, are judged by
     their operators, of which some are unknown: more is refused then.
-
-    Args:
-        module: A model, or one of its blocks; on the meta device too.
-
-    Returns:
-        The modules and methods, and the reasons why others were refused.
     """
     found = _Search(FoundTiles())
     tiles = found.visit("", module).tiles
