@@ -49,44 +49,27 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 class ModelContext:
-    """The state that the layers of one converted model share.
-
-    Attributes:
-        names: Name of every converted layer, at the layer's index.
-        config: The configuration that the model was converted with.
-        estimators: Norm estimator of every layer that has one, by its index.
-        learned: What modules have shown in their first steps, by their index.
-        directions: The fixed directions of the inputs of layers that have some, by their index.
-        sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
-        checks: Say which modules save nothing, after the first training step.
-        kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
-        kept_sites: The same of calls in modules' own code, by the module's index and their place.
-        noise: What codes add to gradients in the first steps, and the modules that take more bits for it.
-        exact_calls: Why the last call of an attention or a norm, or of functions, was exact, by the module's index.
-        seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
-        waits: Forward passes in a row that have begun while others had no backward pass yet, and there was something to
-            read of the first steps.
-        salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
-    """
+    """The state that the layers of one converted model share; dictionaries are by a layer's index."""
 
     def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
         """Make a context that is not attached to a model yet."""
-        self.names = names or []
+        self.names = names or []  # of every converted layer, at its index
         self.config = config or RMMConfig()
         self.estimators: dict[int, NormEstimator] = {}
         self.learned: dict[int, Learned] = {}
         self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
-        self.kept_anyway: set[int] = set()
-        self.kept_sites: set[tuple[int, int]] = set()
+        self.kept_anyway: set[int] = set()  # modules that are exact, as others keep what their codes were to free
+        self.kept_sites: set[tuple[int, int]] = set()  # the same of calls in modules' own code, by index and place
         self.noise = CodeNoise()
-        self.exact_calls: dict[int, str] = {}
-        self.salt, self._released = 0, 0
+        self.exact_calls: dict[int, str] = {}  # why the last call of an attention, a norm, or of functions was exact
+        self.salt, self._released = 0, 0  # another salt gives other seeds, and leaves the model's own numbers alone
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
         self._reset()
 
     def _reset(self) -> None:
+        # Passes in a row that began while others had no backward pass yet, and the first steps were to be read.
         self.traced_masks, self.waits = TracedMasks(), 0
         self.checks = StepChecks(self.names, self.config.min_rows)
         self._running = RunningForward()
@@ -95,7 +78,7 @@ class ModelContext:
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
         self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
         self._left_out_reads: list[tuple[list[int], HostRead]] = []  # the same on its way to the host, with the layers
-        self.seeded_alone: set[int] = set()
+        self.seeded_alone: set[int] = set()  # layers whose last seed was drawn outside of a pass of the model
         self.regions: dict[Any, Any] = {}  # what is known of classes of modules whose attention is a region
 
     def attach(self, model: nn.Module) -> None:
