@@ -101,7 +101,6 @@ class ProductFunction(SavingFunction):
 
 
 def encoded(x: Tensor, layout: MemoryLayout, bits: float, dtype: torch.dtype | None, seed: int | None) -> Tensor:
-    """Return the code of a tensor, as cast to the dtype of autocast."""
     with torch.no_grad(), autocast_off(x.device.type):
         return encode_matrix(layout.matrix(cast(x.detach(), dtype)), bits, seed)
 

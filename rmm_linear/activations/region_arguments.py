@@ -91,7 +91,6 @@ class HeldArguments:
             self.values[key] = held, spec
 
     def release(self) -> list[Tensor]:
-        """Return the tensors, and forget them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 

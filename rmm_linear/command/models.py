@@ -63,7 +63,6 @@ def _configuration(name: str) -> Any:
 
 
 def check_batch(arguments: argparse.Namespace) -> None:
-    """Check the flags of a batch, before anything is loaded."""
     check_integer("size", arguments.size)
     check_integer("length", arguments.length)
 

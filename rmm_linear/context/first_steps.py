@@ -40,7 +40,6 @@ class StepChecks:
         self._rows: dict[int, int | None] = {}
 
     def note_model(self, model: nn.Module) -> None:
-        """Note which modules a model has when it is converted."""
         self._model, self._present = weakref.ref(model), weakref.WeakSet(model.modules())
 
     def aside(self) -> StepChecks:
@@ -158,7 +157,6 @@ def late_message(names: Sequence[str]) -> str:
 
 
 def few_rows_message(rows: Mapping[str, int], min_rows: int) -> str:
-    """Say that all sketched layers saw too few rows."""
     least, most = min(rows.values()), max(rows.values())
     seen = f"{least}" if least == most else f"{least} to {most}"
     return (

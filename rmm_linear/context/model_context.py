@@ -275,7 +275,6 @@ class ModelContext:
         return None if in_backward() else self._pending.current
 
     def note_backward(self) -> None:
-        """Note that the backward pass of a forward pass has begun."""
         self._pending.find()
         self._pending.backward_seen = True
 

@@ -127,7 +127,6 @@ def is_unwatched() -> bool:
 
 
 def has_saving_hooks() -> bool:
-    """Say whether hooks get what autograd saves."""
     return _hooks(False) is not None
 
 
@@ -147,7 +146,6 @@ def is_checkpointed() -> bool:
 
 
 def next_node() -> int:
-    """Return the number of the node that this thread creates next."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -178,7 +178,6 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer of any class."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     looks_linear = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")

@@ -178,7 +178,6 @@ def _features(layer: SketchedLayer) -> int:
 
 
 def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
-    """The fixed directions of the layers that may have some."""
     found: dict[str, Directions] = {}
     for context, numbers in _contexts(layers).items():
         found |= {name: context.directions[n] for name, n in numbers.items() if n in context.directions}
@@ -186,7 +185,6 @@ def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
 
 
 def _learned(model: nn.Module) -> dict[str, Learned]:
-    """What the modules of a model have learned, by their names at its conversion."""
     contexts = _all_contexts(model)
     return {context.names[index]: one for context in contexts for index, one in sorted(context.learned.items())}
 

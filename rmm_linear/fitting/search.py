@@ -158,7 +158,6 @@ class SizeSearch:
         return known.made_for(self.work.model)
 
     def _solved(self, lines: _Lines, size: int) -> BlockPlan | None:
-        """Return the plan of least memory for a size, simulated with it."""
         proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size), peaks={})
         options, host = proposals.options, proposals.host
 

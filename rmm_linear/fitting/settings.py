@@ -92,7 +92,6 @@ class Conversions:
             self._vain = _saved_anyway(self._model, example)
 
     def settings(self, block: str, allowed: Iterable[str]) -> list[Setting]:
-        """Return the settings that do something different in a block."""
         found = dict[str, Setting]()
         for setting in SETTINGS:
             does = {name: setting.fields[operation] for name, operation in self.chosen(block, setting).items()}

@@ -40,7 +40,6 @@ def size_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def local_bytes(parameters: Iterable[Tensor], shards: Shards | None = None) -> int:
-    """Return the bytes of parameters that one rank has, as they are or will be divided."""
     found = [(local(p).shape, p.dtype) for p in parameters]
     return sum(size_bytes(shards.shape(shape) if shards else shape, dtype) for shape, dtype in found)
 

@@ -50,12 +50,10 @@ class SketchedLinearVariant(LoraVariant):
 
     @staticmethod
     def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:
-        """Add the adapter to the base layer's weight."""
         orig_weight.data += module.get_delta_weight(active_adapter)
 
     @staticmethod
     def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """Return the base layer's weight without the adapter."""
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
     @staticmethod

@@ -159,7 +159,6 @@ class Operation:
         return found
 
     def implementation(self, device: str, *dtypes: torch.dtype) -> Callable[..., Any]:
-        """Return the implementation that runs for a type of device and dtypes."""
         takes = {"native": self.native_dtypes, "triton": self.triton_dtypes}
         for backend in backends_of(device):
             found = getattr(self, backend)

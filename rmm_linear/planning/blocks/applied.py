@@ -68,7 +68,6 @@ class AppliedBlocks(Applied):
 
 
 def offloaded(model: nn.Module) -> dict[str, Offloaded]:
-    """Return the executors of the offloaded blocks of a planned model."""
     wrapped = {name: vars(module).get("forward") for name, module in model.named_modules()}
     return {name: one for name, one in wrapped.items() if isinstance(one, Offloaded)}
 

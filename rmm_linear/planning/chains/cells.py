@@ -113,7 +113,6 @@ class Step:
         return tree_unflatten(list(leaves), self.state)
 
     def record(self, x: Sequence[Any], state: Sequence[Any], needs: Sequence[bool]) -> RecordedCell:
-        """Run one step with its graph."""
         leaves = [
             leaf.detach().requires_grad_(need) if isinstance(leaf, Tensor) else leaf
             for leaf, need in zip((*x, *state), needs, strict=True)

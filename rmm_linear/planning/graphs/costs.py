@@ -69,7 +69,6 @@ class GraphCosts:
         return found
 
     def reordered(self, order: Sequence[int]) -> GraphCosts:
-        """Return the costs of the same nodes in another order."""
         if all(place == node for place, node in enumerate(order)):
             return self
         place_of = {node: place for place, node in enumerate(order)}

@@ -36,7 +36,6 @@ def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
 
 
 def fake_input(mode: FakeTensorMode, each: Any) -> Any:
-    """Return a fake leaf like an input of a graph."""
     if not isinstance(each, Tensor):
         return each
     with mode:
