@@ -19,7 +19,6 @@ from benchmarks.records import RESULTS
 COMMANDS = {
     "run": ("suites.runner", "suites: layers, models, kernels and the host, all providers side by side in one run"),
     "plot": ("suites.plots", "suites: plot their csv files"),
-    "entered": ("suites.entered", "suites: count the files of the library that a call enters"),
     "gpu": ("gpu.command", "gpu: all that a CUDA machine must show, not installed"),
     "compile": ("gpu.compiled", "gpu: what compilers say of the Triton kernels; needs no accelerator"),
     "roofline": ("pages.gpu", "gpu: bytes, FLOPs and the least times of blocks, from data sheets"),

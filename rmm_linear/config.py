@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from rmm_linear._support.patterns import check_pattern, check_patterns, expressions_in
 from rmm_linear._support.provided import provided
-from rmm_linear._support.saved_settings import VERSION_KEY, SavedSettings
+from rmm_linear._support.saved_settings import SavedSettings
 from rmm_linear._support.validation import check_fraction, check_integer, did_you_mean, read_names
 from rmm_linear._version import __version__
 from rmm_linear.norm_estimators.registry import NONE, check_norm_estimator
@@ -397,21 +397,6 @@ class RMMConfig(SavedSettings):
             if name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name):
                 return pattern
         return None
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RMMConfig:
-        """Make a configuration from :meth:`to_dict`'s result, or from what a file has.
-
-        Args:
-            values: See :meth:`SavedSettings.from_dict`. A file without ``operations`` was written when there was one:
-                its conversion is that of linear layers.
-
-        Returns:
-            The configuration.
-        """
-        if isinstance(values, Mapping) and VERSION_KEY in values and "operations" not in values:
-            values = {**values, "operations": OPERATIONS[:1]}
-        return super().from_dict(values)
 
 
 def _relative_variance(kind: str, share: float, code: float) -> float:

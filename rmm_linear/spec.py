@@ -14,19 +14,14 @@ COORDINATE_BITS = 8  # of the coordinates of fixed directions
 
 @dataclass(frozen=True)
 class SaveSpec:
-    """How one input is saved.
-
-    Attributes:
-        block: Tokens per block, or None.
-        bits: Bits per stored element; None stores the dtype itself.
-        uniform_mix: Share of the uniform distribution in the probabilities of the tokens, for kinds that sample rows by
-            them; 0 for others.
-    """
+    """How one input is saved."""
 
     kind: str
     rows: int
-    block: int | None = None
-    bits: float | None = None
+    block: int | None = None  # tokens per block, or None
+    bits: float | None = None  # bits per stored element; None stores the dtype itself
+    # Share of the uniform distribution in the probabilities of the tokens, for kinds that sample rows by them; 0 for
+    # others
     uniform_mix: float = 0.0
 
     def __post_init__(self) -> None:

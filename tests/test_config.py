@@ -12,7 +12,7 @@ from doc_pages import PAGES
 
 from rmm_linear import RMMConfig, __version__
 from rmm_linear._support import files
-from rmm_linear.config import OPERATIONS, _relative_variance
+from rmm_linear.config import _relative_variance
 from rmm_linear.packing import CODES, RELATIVE_VARIANCE, encoded_bytes
 from rmm_linear.sketches import KINDS, has_blocks
 from rmm_linear.spec import SaveSpec
@@ -267,11 +267,6 @@ def test_unknown_keys_of_a_newer_version_are_a_warning():
     with pytest.warns(UserWarning, match="Ignoring speed: written by rmm_linear 99.0, .* Upgrade rmm_linear"):
         config = RMMConfig.from_dict({"ratio": 0.2, "operations": ["linear"], "speed": 3, "rmm_linear_version": "99.0"})
     assert config == RMMConfig(ratio=0.2, operations=["linear"])
-
-
-def test_a_file_without_operations_converts_linear_layers_as_when_it_was_written():
-    assert RMMConfig.from_dict({"ratio": 0.2, "rmm_linear_version": "0.1.0"}).operations == ("linear",)
-    assert RMMConfig.from_dict({"ratio": 0.2}).operations == RMMConfig().operations == OPERATIONS
 
 
 @pytest.mark.parametrize("operations", [("dropout", "linear"), ["dropout", "linear"], {"linear", "dropout"}])

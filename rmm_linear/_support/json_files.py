@@ -15,10 +15,7 @@ _SHOWN = 1000  # characters of an error
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; raise ValueError if it is malformed, has a key twice, is too large, or is no file at all.
-
-    A missing file is a FileNotFoundError, as always.
-    """
+    """Read a JSON file; raise ValueError if it is malformed, has a key twice, is too large, or is no file at all."""
     found = Path(path).stat()
     if not stat.S_ISREG(found.st_mode):  # a pipe would wait forever
         raise ValueError("it is no regular file")

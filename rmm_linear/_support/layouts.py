@@ -26,15 +26,10 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 class MemoryLayout(NamedTuple):
-    """How a tensor lies in memory, and the matrix that is made of it: no element moves.
+    """How a tensor lies in memory, and the matrix that is made of it: no element moves."""
 
-    Attributes:
-        order: Its dimensions, the one with the largest strides first.
-        shape: Their sizes, in this order.
-    """
-
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
+    order: tuple[int, ...]  # its dimensions, the one with the largest strides first
+    shape: tuple[int, ...]  # their sizes, in this order
     rows: int
     columns: int
 

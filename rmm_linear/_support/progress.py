@@ -23,16 +23,11 @@ _APART = 1.0  # seconds between two lines of steps that are counted
 
 
 class Progress:
-    """The lines of one call.
-
-    Attributes:
-        took: Stage to the seconds that it took, each time.
-    """
+    """The lines of one call."""
 
     def __init__(self, name: str, out: Any) -> None:
-        """Begin a call."""
         self.name, self.out = name, out
-        self.took: dict[str, list[float]] = {}
+        self.took: dict[str, list[float]] = {}  # stage to the seconds that it took, each time
         self._begin = self._said = time.perf_counter()
         self._stage: tuple[str, float] | None = None
 

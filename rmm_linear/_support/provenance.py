@@ -22,11 +22,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit(file: str | Path, *, ignored: Iterable[str] = ()) -> str | None:
-    """Return the git commit of a tracked source file: 40 digits, and "-dirty" where tracked files differ from it.
-
-    None if ``file`` is not tracked, as in an installed copy, or git is not installed. Changes of ``ignored`` paths,
-    from the root of the checkout, do not count.
-    """
+    """Return the git commit of a tracked source file: 40 digits, and "-dirty" where tracked files differ from it."""
     file, program = Path(file), shutil.which("git")
     if program is None:
         return None
@@ -46,7 +42,6 @@ def commit(file: str | Path, *, ignored: Iterable[str] = ()) -> str | None:
 
 
 def machine() -> str:
-    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

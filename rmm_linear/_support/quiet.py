@@ -9,10 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Log nothing of this library inside the block: what is tried there is no training step of the user's.
-
-    Nor what PyTorch logs of an operator that fails on fake tensors, whose error is told.
-    """
+    """Log nothing of this library inside the block: what is tried there is no training step of the user's."""
     loggers = [logging.getLogger(name) for name in ("rmm_linear", "torch._subclasses.fake_tensor")]
     levels = [logger.level for logger in loggers]
     try:

@@ -21,11 +21,7 @@ class Report:
         raise NotImplementedError
 
     def table(self) -> str:
-        """Return the whole report; ``print`` shows it in short.
-
-        Returns:
-            Text.
-        """
+        """Return the whole report; ``print`` shows it in short."""
         return self._text(is_whole=True)
 
     def _text(self, *, is_whole: bool) -> str:

@@ -19,15 +19,10 @@ Self = TypeVar("Self", bound="SavedSettings")
 
 
 class SavedSettings:
-    """Base class of dataclasses whose fields are saved as JSON.
+    """Base class of dataclasses whose fields are saved as JSON."""
 
-    Attributes:
-        version: Of the library that writes.
-        other_keys: Keys that other parts of the library put next to the fields.
-    """
-
-    version: ClassVar[str]
-    other_keys: ClassVar[tuple[str, ...]] = ()
+    version: ClassVar[str]  # of the library that writes
+    other_keys: ClassVar[tuple[str, ...]] = ()  # keys that other parts of the library put next to the fields
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON types."""

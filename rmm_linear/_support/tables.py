@@ -167,10 +167,7 @@ def prefix_of(names: Sequence[str]) -> str:
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], heads: int = 0) -> str:
-    """Lay out a table whose first cells are names of modules: what all begin with is said below it, once.
-
-    Columns without a cell are left out. heads: Rows at its beginning that have no such name.
-    """
+    """Lay out a table whose first cells are names of modules: what all begin with is said below it, once."""
     prefix = prefix_of([row[0] for row in rows[heads:]])
     filled = [place for place in range(len(header)) if not place or any(row[place] for row in rows)]
     named = [(row[0].removeprefix(prefix) or "(model)", *row[1:]) for row in rows]

@@ -10,9 +10,6 @@ Two kinds of modules can be converted without changing PyTorch or transformers:
   ``TorchFunctionMode`` that packs this one call. Everything else of the module stays what it is, such as
   ``need_weights=True``, for which ``nn.MultiheadAttention`` makes the probabilities itself and saves them: it says so
   in the first call in training, once for a model, as does every attention that stays exact.
-
-Modules with a softmax of their own (``attn_implementation="eager"``) stay exact: its output and that of
-``F.scaled_dot_product_attention`` differ in the last bits.
 """
 
 from __future__ import annotations
@@ -106,15 +103,11 @@ def _is_saving(*tensors: Tensor) -> bool:
 
 
 class AttendingModule(PackedModule):
-    """Base class of modules whose attention is packed.
-
-    Attributes:
-        rmm_exact: Why the last call in training was exact; None if it was packed.
-    """
+    """Base class of modules whose attention is packed."""
 
     rmm_operation = "attention"
     rmm_learns_rows = False  # keys and values are read by all rows
-    rmm_exact: str | None
+    rmm_exact: str | None  # why the last call in training was exact; None if it was packed
     rmm_hides: dict[tuple[bool, bool], tuple[bool, int | None]]  # see SavingCall.answers
     rmm_hook: RemovableHandle
 

@@ -91,7 +91,6 @@ class AttentionFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (y,) = grad_outputs
         SavingFunction.received(ctx, y, "a packed attention", (y.shape[0] * y.shape[1], y.shape[2] * y.shape[3]))
         stored, mask, kept, index, kv_index, bias = ctx.saved_tensors

@@ -32,14 +32,10 @@ _UNSUPPORTED = ("softcap", "s_aux", "cache")
 
 
 class PackedAttention(PackedRegion):
-    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own.
-
-    Attributes:
-        rmm_is_region: Whether it trains as a region, since a call that the function cannot pack.
-    """
+    """A module of transformers whose attention is packed by :func:`packed_sdpa`; its ``forward`` is its own."""
 
     config: Any
-    rmm_is_region: bool
+    rmm_is_region: bool  # whether it trains as a region, since a call that the function cannot pack
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
@@ -55,8 +51,6 @@ class PackedAttention(PackedRegion):
     def __setstate__(self, state: Any) -> None:
         """Swap the function in the process that a copy is made in."""
         super().__setstate__(state)
-        if self.config._attn_implementation == "rmm_sdpa":  # the name that version 0.1 wrote there
-            self.config._attn_implementation = {"": _SDPA}
         _swap(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

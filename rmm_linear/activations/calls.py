@@ -29,12 +29,9 @@ class PackedCalls(PackedModule):
 
     Its methods are those of its class with other calls in them, in training; in eval mode they are the class's own.
     All rows are saved, those of padding too, which a loss of routing may count.
-
-    Attributes:
-        rmm_operation: That of its first call of a selected operation.
     """
 
-    rmm_operation = "linear"
+    rmm_operation = "linear"  # that of its first call of a selected operation
     rmm_learns_rows = False
 
     @classmethod
@@ -137,7 +134,6 @@ def code_of(kind: type[nn.Module]) -> OwnCode:
 
 
 def operation_of(site: Site) -> str:
-    """Return the operation that a call belongs to."""
     return _OPERATIONS.get(site.name.rpartition(".")[2], "activation")
 
 

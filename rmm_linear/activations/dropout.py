@@ -61,7 +61,6 @@ class DropoutFunction(SavingFunction):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, p: float, inplace: bool, call: SavingCall) -> Tensor:
-        """Apply dropout."""
         output, kept, ctx.scale = _dropout(input, p, inplace)
         if inplace:
             ctx.mark_dirty(input)
@@ -72,7 +71,6 @@ class DropoutFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient."""
         (grad_output,) = grad_outputs
         y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
         bits, index = ctx.saved_tensors
@@ -84,14 +82,12 @@ class SeededDropoutFunction(SavingFunction):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, seed: Tensor, p: float, call: SavingCall) -> Tensor:
-        """Apply dropout."""
         ctx.call, ctx.p = call, p
         ctx.save_for_backward(seed)
         return dropout(input, seed, p)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient."""
         (grad_output,) = grad_outputs
         y = SavingFunction.received(ctx, grad_output, "a packed nn.Dropout")
         (seed,) = ctx.saved_tensors

@@ -45,30 +45,21 @@ _WHOLE, _HALVES, _PAIRS = "whole", "halves", "pairs"
 
 @dataclass(frozen=True)
 class ElementwiseForm:
-    """Which linear layers of a module are around its elementwise code.
+    """Which linear layers of a module are around its elementwise code."""
 
-    Attributes:
-        linears: Names of its linear layers, of which each is called once.
-        sources: Those that read the module's input, in the order of their calls; none where the code reads that itself.
-        sink: The one that reads the result; None where it is the module's output.
-        layouts: For each source how its output has the code's inputs: as one, as two halves, or as two in turn.
-    """
-
-    linears: tuple[str, ...] = ()
+    linears: tuple[str, ...] = ()  # names of its linear layers, of which each is called once
+    # Those that read the module's input, in the order of their calls; none where the code reads that itself
     sources: tuple[str, ...] = ()
-    sink: str | None = None
+    sink: str | None = None  # the one that reads the result; None where it is the module's output
+    # For each source how its output has the code's inputs: as one, as two halves, or as two in turn
     layouts: tuple[str, ...] = (_WHOLE,)
 
 
 class PackedElementwise(PackedModule):
-    """A module with elementwise code that saves its derivatives in few bits. The output is the module's own.
-
-    Attributes:
-        rmm_form: Where the code begins and ends.
-    """
+    """A module with elementwise code that saves its derivatives in few bits. The output is the module's own."""
 
     rmm_operation = "activation"
-    rmm_form: ElementwiseForm
+    rmm_form: ElementwiseForm  # where the code begins and ends
 
     def _set_up(
         self, config: RMMConfig | None, *arguments: Any, form: ElementwiseForm | None = None, **named: Any
@@ -154,7 +145,6 @@ class _Run:
             _autograd._push_saved_tensors_default_hooks(*self.hooks.pop())
 
     def given(self, input: Tensor) -> Tensor:
-        """Return an input for the code to read."""
         self.inputs.append(input)
         self.leaves.append(input.detach().requires_grad_(input.requires_grad))
         return self.leaves[-1]
@@ -359,7 +349,6 @@ class _Trial:
         return (torch.randn(_ROWS, columns, generator=self.numbers, device="cpu") * 3).to(self.device, self.dtype)
 
     def form(self) -> ElementwiseForm | None:
-        """Return what the module is."""
         if self.linears:
             self._output()  # finds the order of the calls
             if not self.order or len(self.order) + (self.sink is not None) != len(self.linears):
@@ -461,7 +450,6 @@ class _Trial:
         )
 
     def _held(self) -> list[Tensor]:
-        """Return the tensors in attributes of the modules."""
         names = ("_parameters", "_buffers", "_modules")
         found = [value for one in self.module.modules() for name, value in vars(one).items() if name not in names]
         return [one for one in tree_leaves(found) if isinstance(one, Tensor)]

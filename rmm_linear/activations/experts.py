@@ -57,17 +57,13 @@ class PackedExperts(PackedModule):
 
     Memory, for N tokens with k experts each, hidden width H and intermediate width I: the codes of (N, H) and
     (N · k, I) in ``bits``, those of (N · k, 2 I) in ``activation_bits``, and 4 bytes per token and expert.
-
-    Attributes:
-        rmm_pairs: Which columns the gate takes together: "halves", "pairs" or "single".
-        rmm_orders: By the name of an implementation, the order of the rows that it gives to the gate.
-        rmm_take: During a call: gets the rows that the gate is given.
     """
 
     rmm_operation = "experts"
-    rmm_pairs: str
+    rmm_pairs: str  # which columns the gate takes together: "halves", "pairs" or "single"
+    # By the name of an implementation, the order of the rows that it gives to the gate
     rmm_orders: dict[str | None, str]
-    rmm_take: Callable[[Tensor], Tensor] | None
+    rmm_take: Callable[[Tensor], Tensor] | None  # during a call: gets the rows that the gate is given
     is_transposed: bool
     config: Any
 
@@ -79,7 +75,6 @@ class PackedExperts(PackedModule):
         self.rmm_pairs, self.rmm_orders, self.rmm_take = found, {}, None
 
     def exact_forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the original module."""
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def own_gate(self, rows: Tensor) -> Tensor:
@@ -166,7 +161,6 @@ class ExpertsFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         y = SavingFunction.received(ctx, grad_outputs[0], "packed experts")
         with autocast_off(y.device.type):
             found = _gradients(ctx, y)

@@ -166,14 +166,12 @@ _MUL, _MATMUL = Product(operator.mul, False), Product(torch.matmul, True)
 
 
 def mul(module: PackedModule, site: int, input: Any, other: Any = None, **others: Any) -> Tensor | None:
-    """Multiply elements."""
     return None if others else _multiplied(module, site, "activation", _MUL, input, other)
 
 
 def matmul(
     module: PackedModule, site: int, input: Any, other: Any = None, *, mat2: Any = None, **others: Any
 ) -> Tensor | None:
-    """Multiply matrices."""
     other = mat2 if other is None else other
     return None if others else _multiplied(module, site, "linear", _MATMUL, input, other)
 

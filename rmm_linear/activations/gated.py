@@ -58,7 +58,7 @@ class PackedGatedMLP(PackedModule):
 
     def _follow(self, act: nn.Module) -> None:
         """Find what the activation computes, if it or one of its attributes is another."""
-        kind, seen = vars(self).get("rmm_act", (None, ()))  # which older versions have not pickled
+        kind, seen = self.rmm_act
         if type(act) is kind and all(getattr(act, name, None) == value for name, value in seen):
             return
         activation = None if torch.compiler.is_compiling() else activation_kind(act)
@@ -70,7 +70,6 @@ class PackedGatedMLP(PackedModule):
         self._note_act(act, dataclasses.replace(self.rmm_parts, activation=activation))
 
     def exact_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original module."""
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -122,7 +121,6 @@ class GatedFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,) = grad_outputs
         y = SavingFunction.received(ctx, grad_output, "a packed gated MLP")
         stored, index = ctx.saved_tensors

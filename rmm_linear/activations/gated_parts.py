@@ -37,36 +37,24 @@ _NARROW, _WIDE = 8, 1024  # the least width of a narrow copy, and the largest by
 
 @dataclass(frozen=True)
 class GatedParts:
-    """Names of the children of a gated MLP.
+    """Names of the children of a gated MLP."""
 
-    Attributes:
-        gate: The linear child whose output goes into the activation.
-        up: The linear child whose output the activation's is multiplied by; ``gate`` itself if both are halves of one.
-        act: The activation child, or None if the module calls a function. Whoever packs the MLP replaces it, so it must
-            not be packed by itself.
-        down: The linear child that reads the product.
-        dropout: The child between the product and ``down``, or None.
-        activation: The function of ``act``, one of :data:`rmm_linear.packing.gated.ACTIVATIONS`.
-        gate_first: Whether the gate is called before ``up``; of halves, whether it is the first one.
-    """
-
-    gate: str
-    up: str
+    gate: str  # the linear child whose output goes into the activation
+    up: str  # the linear child whose output the activation's is multiplied by; gate itself if both are halves of one
+    # The activation child, or None if the module calls a function. Whoever packs the MLP replaces it, so it must not be
+    # packed by itself.
     act: str | None
-    down: str
-    dropout: str | None
-    activation: str
-    gate_first: bool
+    down: str  # the linear child that reads the product
+    dropout: str | None  # the child between the product and down, or None
+    activation: str  # the function of act, one of packing.gated.ACTIVATIONS
+    gate_first: bool  # whether the gate is called before up; of halves, whether it is the first one
 
     def act_of(self, module: nn.Module) -> nn.Module:
         """Return the activation of a module with these parts."""
         return _FUNCTIONS[self.activation] if self.act is None else module.get_submodule(self.act)
 
     def gate_and_up(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs of gate and up, called in the module's own order.
-
-        x: Its input, shape (*, H). Returns two tensors of shape (*, C).
-        """
+        """Return the outputs of gate and up, called in the module's own order."""
         if self.gate == self.up:
             first, second = module.get_submodule(self.gate)(x).chunk(2, dim=-1)
         else:
@@ -182,11 +170,7 @@ def _calls_function(module: nn.Module) -> bool:
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """Find which of :data:`rmm_linear.packing.gated.ACTIVATIONS` a module computes, by its values from −12 to 12.
-
-    None for any other function, a module with parameters, buffers or children, or one that does not take a single
-    tensor.
-    """
+    """Find which of :data:`rmm_linear.packing.gated.ACTIVATIONS` a module computes, by its values from −12 to 12."""
     if any(True for _ in (*module.parameters(), *module.buffers(), *module.children())):
         return None
     if isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):

@@ -34,36 +34,23 @@ _READ += "pass, or FSDP has sharded it again. Read them before, or convert witho
 
 @dataclass(frozen=True)
 class Source:
-    """The operands of logits that are not computed yet.
+    """The operands of logits that are not computed yet."""
 
-    Attributes:
-        hidden: The input of the output layer.
-        rows: ``hidden`` after the views that were taken of the logits.
-        autocast: The dtype of autocast in the forward pass; None where it was off.
-        used: Has an element once a loss was computed, or the logits.
-        is_tracked: Whether they have a gradient: not after a step without gradients.
-        steps: The operations since, to be repeated when the logits are read.
-        scale: The factor that they were multiplied by.
-        before: ``scale`` before the last step, if that was a division by ``divisor``: tanh may follow.
-        cap: The divisor before tanh, if there was one.
-        is_open: Whether the multiplication by ``cap`` after tanh is still to come.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # the input of the output layer
     head: Any
     weight: Tensor
     version: int
-    rows: Tensor
+    rows: Tensor  # hidden after the views that were taken of the logits
     dtype: torch.dtype
-    autocast: torch.dtype | None
-    used: list[None]
-    is_tracked: bool = True
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    scale: float = 1.0
-    before: float = 1.0
+    autocast: torch.dtype | None  # the dtype of autocast in the forward pass; None where it was off
+    used: list[None]  # has an element once a loss was computed, or the logits
+    is_tracked: bool = True  # whether they have a gradient: not after a step without gradients
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()  # the operations since, to be repeated when the logits are read
+    scale: float = 1.0  # the factor that they were multiplied by
+    before: float = 1.0  # scale before the last step, if that was a division by divisor: tanh may follow
     divisor: float | None = None
-    cap: float | None = None
-    is_open: bool = False
+    cap: float | None = None  # the divisor before tanh, if there was one
+    is_open: bool = False  # whether the multiplication by cap after tanh is still to come
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:

@@ -28,19 +28,16 @@ class ChunkedHead(PackedModule):
     has backward hooks, and under DDP with ``static_graph=True``, it is the original layer. A forward pass without
     labels computes the logits at its end under FSDP2, which may shard the weight then, and under DDP with
     ``find_unused_parameters=True``, which looks at the graph of the outputs.
-
-    Attributes:
-        rmm_chunk: Rows of logits at a time, None for as many as the device takes; as few have their logits at once.
     """
 
     rmm_operation = "logits"
     rmm_learns_rows = False
     weight: Tensor
     bias: Tensor | None
+    # Rows of logits at a time, None for as many as the device takes; as few have their logits at once
     rmm_chunk: int | None = None
 
     def exact_forward(self, input: Tensor) -> Tensor:
-        """Call the original layer."""
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, input: Tensor) -> Tensor:

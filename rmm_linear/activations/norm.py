@@ -41,18 +41,14 @@ class PackedNorm(PackedModule):
 
     Memory: :func:`rmm_linear.ops.norms.norm_bytes`, about bits/8 + 1/16 bytes per element, where ``nn.LayerNorm`` saves
     its input, and RMSNorm classes in half types several float32 copies of it.
-
-    Attributes:
-        rmm_norm: What the module computes, found when it is set up and when its ``eps`` changes; None where it stays
-            exact.
-        rmm_casts: How it rounds, found when that is; empty if its output is its own.
     """
 
     rmm_operation = "norm"
     weight: Tensor | None
     bias: Tensor | None
+    # What the module computes, found when it is set up and when its eps changes; None where it stays exact
     rmm_norm: NormForm | None
-    rmm_casts: dict[Dtypes, Casts]
+    rmm_casts: dict[Dtypes, Casts]  # how it rounds, found when that is; empty if its output is its own
 
     def _set_up(
         self,
@@ -145,10 +141,10 @@ class PackedNorm(PackedModule):
 
     def _known_casts(self, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Casts | None:
         """How the kernel that makes the output is to round; None if the module makes it."""
-        if not self.rmm_config.fused:  # models that were pickled when there was no such field have no casts
+        if not self.rmm_casts:
             return None
         dtypes = {tensor.dtype for tensor in (weight, bias) if tensor is not None}
-        if not self.rmm_casts or len(dtypes) > 1 or not runs_fused(input, is_composed=True):
+        if len(dtypes) > 1 or not runs_fused(input, is_composed=True):
             return None
         return self.rmm_casts.get((input.dtype, next(iter(dtypes), None)))
 
@@ -190,7 +186,6 @@ class NormFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,), (weight, stored, index) = grad_outputs, ctx.saved_tensors
         norm: _Norm = ctx.norm
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]

@@ -28,17 +28,11 @@ _TOLERANCE = 1e-5  # of float32 sums of few thousand elements, made in another o
 
 @dataclass(frozen=True)
 class NormForm:
-    """The formula of a norm: γ ∘ (x − mean) · rstd + β over the last dimensions.
+    """The formula of a norm: γ ∘ (x − mean) · rstd + β over the last dimensions."""
 
-    Attributes:
-        centered: True for LayerNorm, False for RMSNorm, which has no mean.
-        eps: Added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in.
-        shift: γ = shift + weight: 1 in Gemma's form, else 0.
-    """
-
-    centered: bool
-    eps: float | None
-    shift: float = 0.0
+    centered: bool  # true for LayerNorm, False for RMSNorm, which has no mean
+    eps: float | None  # added to the variance; None, as in nn.RMSNorm, for that of the dtype it is computed in
+    shift: float = 0.0  # γ = shift + weight: 1 in Gemma's form, else 0
     dims: int = 1
 
     @property
@@ -57,7 +51,6 @@ class NormForm:
         return gamma.to(torch.promote_types(gamma.dtype, torch.float32)) + self.shift
 
     def eps_of(self, dtype: torch.dtype) -> float:
-        """Return what is added to the variance."""
         if self.eps is not None:
             return self.eps
         # Without torch.promote_types, an operator that selective checkpoints count.
@@ -73,10 +66,6 @@ def norm_of(module: nn.Module) -> NormForm | None:
     from BatchNorm, GroupNorm, dropout and activations. Inputs as small as √eps confirm the eps that an attribute
     states. A copy of the module is run, in float32 and without hooks; random number generators are as before
     afterwards. Where the module is sharded or on the meta device, the copy is whole and on a real one.
-
-    Example:
-        >>> norm_of(nn.LayerNorm(8)), norm_of(nn.BatchNorm1d(8))
-        (NormForm(centered=True, eps=1e-05, shift=0.0, dims=1), None)
     """
     parameters = dict(module.named_parameters(recurse=False))
     has_more = [*module.children(), *module.buffers(), *(set(parameters) - {"weight", "bias"})]
@@ -173,12 +162,7 @@ _TOLERANCE = 1e-5  # of float32 sums in another order
 
 
 def casts_of(module: nn.Module, form: NormForm) -> dict[Dtypes, Casts]:
-    """Find how a norm rounds, by running a copy of it on the CPU: by the dtypes of the input and of the parameters.
-
-    Example:
-        >>> casts_of(nn.LayerNorm(8), NormForm(True, 1e-5))[torch.bfloat16, torch.bfloat16]
-        (torch.float32, torch.bfloat16)
-    """
+    """Find how a norm rounds, by running a copy of it on the CPU: by the dtypes of the input and of the parameters."""
     has_parameters = any(parameter is not None for parameter in module._parameters.values())
     found: dict[Dtypes, Casts] = {}
     for dtype in (torch.float32, *_HALF):

@@ -36,14 +36,10 @@ _INNER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
 class Site(NamedTuple):
-    """A call that is replaced.
+    """A call that is replaced."""
 
-    Attributes:
-        name: Of the function, as "linear", or of the operator, "*" or "@".
-        own: Of each operand of an operator, the name of the module's attribute that it is made of alone, or None.
-    """
-
-    name: str
+    name: str  # of the function, as "linear", or of the operator, "*" or "@"
+    # Of each operand of an operator, the name of the module's attribute that it is made of alone, or None
     own: tuple[str | None, ...] = ()
 
 
@@ -125,7 +121,6 @@ def _tree_of(code: CodeType) -> tuple[ast.FunctionDef, list[str]]:
 
 
 def _has_name(function: FunctionType, calls: Calls) -> bool:
-    """Say whether a function's code has the name of a function that is replaced."""
     names = {getattr(one, "__name__", "") for one in calls.functions} | calls.methods.keys()
     return not names.isdisjoint(function.__code__.co_names)
 

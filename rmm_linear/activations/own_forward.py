@@ -85,7 +85,6 @@ def _set(known: _OwnForward, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward for this thread."""
     thread = threading.get_ident()
     with _changing:
         known = vars(module).get("forward")

@@ -50,17 +50,12 @@ class PackedActivation(PackedModule):
 
     Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
     code they save what they saved before.
-
-    Attributes:
-        rmm_bits: Bits per element, 8, 4, 2 or 1; those whose gradient is exact always take 1, ReLU² at least 2.
-        rmm_function: What the module computes, found when it is set up and when one of its attributes changes.
-        rmm_is_composed: Whether it computes that by several functions.
     """
 
     rmm_operation = "activation"
-    rmm_bits: int
-    rmm_function: Pointwise
-    rmm_is_composed: bool
+    rmm_bits: int  # bits per element, 8, 4, 2 or 1; those whose gradient is exact always take 1, ReLU² at least 2
+    rmm_function: Pointwise  # what the module computes, found when it is set up and when one of its attributes changes
+    rmm_is_composed: bool  # whether it computes that by several functions
 
     def _set_up(
         self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0, bits: int = 4
@@ -153,7 +148,6 @@ class PointwiseFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient."""
         (grad_output,) = grad_outputs
         y, (stored, index) = grad_output if ctx.layout is None else ctx.layout.matrix(grad_output), ctx.saved_tensors
         y = SavingFunction.received(ctx, y, "a packed activation")
@@ -206,12 +200,6 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
 
     PyTorch's own classes say it by their class and attributes. The classes of transformers' ``ACT2FN``, if it is
     imported, are tried on a grid in float64, function values and derivatives; modules with parameters are not.
-
-    Example:
-        >>> pointwise_function(nn.LeakyReLU(0.2))
-        Pointwise(name='leaky_relu', parameters=(0.2,))
-        >>> pointwise_function(nn.Softmax(-1)) is None
-        True
     """
     kind = _original(type(module))
     if kind in _TORCH:

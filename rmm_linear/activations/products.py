@@ -21,18 +21,12 @@ from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
 
 
 class Product(NamedTuple):
-    """A product of two tensors, perhaps added to a third one.
+    """A product of two tensors, perhaps added to a third one."""
 
-    Attributes:
-        run: Computes it as PyTorch does.
-        scales: Of the product, and of what is added to it.
-        indices: Of both factors and the product, where it is a sum over some of them.
-    """
-
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor]  # computes it as PyTorch does
     is_matrix: bool
-    scales: tuple[float, float] = (1, 1)
-    indices: tuple[str, str, str] | None = None
+    scales: tuple[float, float] = (1, 1)  # of the product, and of what is added to it
+    indices: tuple[str, str, str] | None = None  # of both factors and the product, where it is a sum over some of them
 
     def gradients(self, y: Tensor, a: Tensor | None, b: Tensor | None, shapes: Sequence[torch.Size]) -> list[Any]:
         """Return the gradients of both factors, None for those whose other factor is None."""
@@ -86,7 +80,6 @@ class ProductFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (y,), (*exact, codes_a, codes_b) = grad_outputs, ctx.saved_tensors
         SavingFunction.received(ctx, y[:0].reshape(0, 1), "a packed product")
         factors: list[Tensor | None] = []
@@ -108,7 +101,6 @@ class ProductFunction(SavingFunction):
 
 
 def encoded(x: Tensor, layout: MemoryLayout, bits: float, dtype: torch.dtype | None, seed: int | None) -> Tensor:
-    """Return the code of a tensor, as cast to the dtype of autocast."""
     with torch.no_grad(), autocast_off(x.device.type):
         return encode_matrix(layout.matrix(cast(x.detach(), dtype)), bits, seed)
 
@@ -120,7 +112,6 @@ class IndexAddFunction(SavingFunction):
     def forward(
         ctx: Any, input: Tensor, dim: int, index: Tensor, source: Tensor, inplace: bool, call: SavingCall
     ) -> Tensor:
-        """Add."""
         ctx.call, ctx.dim, ctx.dtypes = call, dim, (input.dtype, source.dtype)
         if ctx.needs_input_grad[3]:
             ctx.save_for_backward(index)
@@ -131,7 +122,6 @@ class IndexAddFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of both."""
         (y,) = grad_outputs
         SavingFunction.received(ctx, y[:0].reshape(0, 1), "index_add")
         of_input = y.to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None

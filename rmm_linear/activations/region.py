@@ -57,15 +57,10 @@ _NAMES = re.compile("softmax|scaled_dot_product|ALL_ATTENTION_FUNCTIONS|flash_at
 
 
 class PackedRegion(AttendingModule):
-    """A module whose attention is a region. The output is the module's own to the bit.
+    """A module whose attention is a region. The output is the module's own to the bit."""
 
-    Attributes:
-        rmm_linears: Names of the children that are linear layers.
-        rmm_form: What is known of this module alone; None if it does what its class does.
-    """
-
-    rmm_linears: tuple[str, ...]
-    rmm_form: RegionForm | None
+    rmm_linears: tuple[str, ...]  # names of the children that are linear layers
+    rmm_form: RegionForm | None  # what is known of this module alone; None if it does what its class does
 
     def _set_up(self, config: RMMConfig | None, *arguments: Any, linears: Sequence[str] = (), **named: Any) -> None:
         super()._set_up(config, *arguments, **named)
@@ -199,7 +194,6 @@ def reads_softmax(module: nn.Module) -> bool:
 
 
 def _why_exact(device: torch.device) -> str | None:
-    """Say why a call stays exact."""
     if is_capturing(device):
         return "a CUDA graph is captured, in which the state that dropout is drawn from cannot be read"
     return None

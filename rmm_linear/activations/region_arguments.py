@@ -23,7 +23,6 @@ class Stop(BaseException):
     """Leaves a module's forward at the sink; code that catches exceptions does not catch it."""
 
     def __init__(self, value: Tensor) -> None:
-        """Take what the sink gets."""
         super().__init__()
         self.value = value
 
@@ -50,7 +49,6 @@ def shapes_of(arguments: Arguments) -> dict[Place, Shape]:
 
 
 def narrowed(arguments: Arguments, part: Part, cut: Cut) -> Arguments:
-    """Return the arguments of some of the sequences."""
     made: Arguments = {}
     for key, value in arguments.items():
         leaves, spec = leaves_of(value)
@@ -93,7 +91,6 @@ class HeldArguments:
             self.values[key] = held, spec
 
     def release(self) -> list[Tensor]:
-        """Return the tensors, and forget them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 

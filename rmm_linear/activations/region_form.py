@@ -121,10 +121,7 @@ class _Reads(TorchFunctionMode):
 def look(
     module: Any, linears: Sequence[str], original: Callable[..., Any], arguments: Arguments, *, is_checked: bool = True
 ) -> RegionForm:
-    """Find the region of a module, and check that its outputs have the values and the gradients of autograd.
-
-    It runs the module exactly and as a region, without a trace in parameters, buffers or random numbers.
-    """
+    """Find the region of a module, and check that its outputs have the values and the gradients of autograd."""
     device = next(one for one in tree_leaves(arguments) if isinstance(one, Tensor)).device
     # An output that a node of its own saved as it is would be kept for ever.
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)

@@ -52,32 +52,21 @@ class Filled(BaseException):
 
 @dataclass
 class RegionForm:
-    """What the first call of a class of modules has shown.
+    """What the first call of a class of modules has shown."""
 
-    Attributes:
-        calls: Calls of linear layers before the region.
-        sink: Name of the linear layer behind it; None where it ends with the module.
-        sinks: Calls of the sink, each of which reads a value of the region.
-        reads: Whether a source reads what another has made, so that gradients are on up to the last one.
-        derives: Whether a source reads what the module makes of arguments alone, or is called after the sink: gradients
-            are on too, and the outputs of sources are detached, so that scores save nothing.
-        writes: Whether the module writes into the output of a source.
-        is_plain: Whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient.
-        free: Arguments that nothing but sources read: the region runs without their values.
-        slices: How a replay can be divided; None in calls of one sequence.
-        reason: Why modules of this class stay exact; None if they do not.
-    """
-
-    calls: int = 0
-    sink: str | None = None
-    sinks: int = 0
-    reads: bool = False
+    calls: int = 0  # calls of linear layers before the region
+    sink: str | None = None  # name of the linear layer behind it; None where it ends with the module
+    sinks: int = 0  # calls of the sink, each of which reads a value of the region
+    reads: bool = False  # whether a source reads what another has made, so that gradients are on up to the last one
+    # Whether a source reads what the module makes of arguments alone, or is called after the sink: gradients are on
+    # too, and the outputs of sources are detached, so that scores save nothing
     derives: bool = False
-    writes: bool = False
-    is_plain: bool = False
+    writes: bool = False  # whether the module writes into the output of a source
+    is_plain: bool = False  # whether PyTorch's attention runs no fused kernel on CPU, as its mask needs a gradient
+    # Arguments that nothing but sources read: the region runs without their values
     free: frozenset[int | str] = frozenset()
-    slices: Slices | None = None
-    reason: str | None = None
+    slices: Slices | None = None  # how a replay can be divided; None in calls of one sequence
+    reason: str | None = None  # why modules of this class stay exact; None if they do not
 
 
 class Scores(TorchFunctionMode):
@@ -123,7 +112,6 @@ class RegionRun:
     errors: list[tuple[Tensor, Tensor]] | None = None  # scores, and those of decoded values; None if not compared
 
     def forward(self) -> Any:
-        """Run the module."""
         first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
         self.device, self.autocast = first.device, autocast_now([first.device.type])
         self.modes = [one.training for one in self.module.modules()]
@@ -438,6 +426,5 @@ def random_state(device: torch.device) -> Tensor:
 
 
 def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Put a state back."""
     with _disable_current_modes():
         torch.set_rng_state(state) if device.type != "cuda" else torch.cuda.set_rng_state(state, device)

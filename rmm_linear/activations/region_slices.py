@@ -61,7 +61,6 @@ class Cut:
     leaves: dict[Place, int]
 
     def source(self, place: int) -> int:
-        """Return the ratio of a source."""
         return self.sources[place] if self.total else 0
 
     def parts(self) -> list[Part]:
@@ -77,23 +76,14 @@ WHOLE = Cut(1, 0, (), {})
 
 @dataclass(frozen=True)
 class Slices:
-    """What the first call has shown: what a replay saves, and which tensors have the sequences first.
+    """What the first call has shown: what a replay saves, and which tensors have the sequences first."""
 
-    Attributes:
-        saved: Bytes that a replay saves for a sequence.
-        longest: Rows of the longest source of a sequence.
-        pairs: The same times the rows of the shortest, as scores have.
-        ratios: Of the leaves of arguments: number of dimensions and ratio.
-        is_wide: Whether tensors with a multiple of the sequences first are narrowed, as (B·h, …).
-        reason: Why calls are not divided; None if they are.
-    """
-
-    saved: float
-    longest: int
-    pairs: int
-    ratios: dict[Place, tuple[int, int]]
-    is_wide: bool = False
-    reason: str | None = None
+    saved: float  # bytes that a replay saves for a sequence
+    longest: int  # rows of the longest source of a sequence
+    pairs: int  # the same times the rows of the shortest, as scores have
+    ratios: dict[Place, tuple[int, int]]  # of the leaves of arguments: number of dimensions and ratio
+    is_wide: bool = False  # whether tensors with a multiple of the sequences first are narrowed, as (B·h, …)
+    reason: str | None = None  # why calls are not divided; None if they are
 
     def count(self, shapes: Sequence[Shape], itemsize: int, device: torch.device) -> int:
         """Return the number of slices that a call needs; shapes: of the sources' outputs."""
@@ -138,10 +128,7 @@ def ratio_of(shape: Shape, total: int, *, is_wide: bool) -> int:
 
 
 def guesses(saved: float, shapes: Sequence[Shape], leaves: dict[Place, Shape]) -> Iterator[Slices]:
-    """Guess which tensors have the sequences first: those with as many rows, then those with a multiple of them.
-
-    A tensor with one row may have a row for every sequence in another call.
-    """
+    """Guess which tensors have the sequences first: those with as many rows, then those with a multiple of them."""
     total, longest, pairs = sizes(shapes)
     for is_wide in (False, True):
         ratios = {
@@ -161,7 +148,6 @@ class Sums:
         self.dtypes: list[torch.dtype | None] = []
 
     def add(self, part: Part, gradients: Sequence[Tensor | None], ratios: Sequence[int]) -> None:
-        """Add those of a slice."""
         if not part.total:
             self.found = list(gradients)
             return
@@ -181,7 +167,6 @@ class Sums:
             self.found[i] = whole
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of all sequences."""
         pairs = zip(self.found, self.dtypes or [None] * len(self.found), strict=True)
         return [one if one is None or dtype is None else one.to(dtype) for one, dtype in pairs]
 

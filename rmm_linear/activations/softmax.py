@@ -60,7 +60,6 @@ class SoftmaxFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradient."""
         (y,), (stored,) = grad_outputs, ctx.saved_tensors
         rows = SavingFunction.received(ctx, _rows(y, ctx.dim), "a packed softmax")
         with autocast_off(y.device.type):

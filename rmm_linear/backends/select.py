@@ -19,11 +19,7 @@ ACCELERATORS = ("cuda", "xpu")  # ROCm calls itself cuda
 
 
 def requested_backend() -> str:
-    """Read the environment variable RMM_BACKEND.
-
-    "auto" is the fastest for the device, "torch" plain PyTorch everywhere, "triton" the kernels (on CPU in Triton's
-    interpreter, which TRITON_INTERPRET=1 turns on).
-    """
+    """Read the environment variable RMM_BACKEND."""
     name = os.environ.get(VARIABLE, "auto")
     if name not in BACKENDS:
         raise ValueError(f"{VARIABLE} must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {name!r}.")

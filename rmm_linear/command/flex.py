@@ -76,10 +76,7 @@ def _attention(
 
 
 def counted_as_trained(model: Any) -> list[str]:
-    """Give a model of transformers on the meta device the stand-in, if it has flex attention and no fused one.
-
-    Returns what to say about the model: how its attention is counted, and what of it stays in 16 bits.
-    """
+    """Give a model of transformers on the meta device the stand-in, if it has flex attention and no fused one."""
     notes = list[str]()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     is_meta = next(inner.parameters()).is_meta

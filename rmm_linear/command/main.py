@@ -243,7 +243,6 @@ def _add_progress(command: argparse.ArgumentParser) -> None:
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
-    """Add the flags of a command that runs a model on a batch."""
     command.add_argument(
         "model",
         metavar="MODEL",

@@ -63,13 +63,11 @@ def _configuration(name: str) -> Any:
 
 
 def check_batch(arguments: argparse.Namespace) -> None:
-    """Check the flags of a batch, before anything is loaded."""
     check_integer("size", arguments.size)
     check_integer("length", arguments.length)
 
 
 def batch_for(model: nn.Module, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Read or make a batch."""
     if arguments.batch is None:
         return random_batch(model, arguments.size, arguments.length)
     return read_batches(Path(arguments.batch))[0]

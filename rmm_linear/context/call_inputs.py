@@ -42,19 +42,14 @@ _OTHER_SEQUENCE = "encoder_hidden_states"
 
 @dataclass(eq=False)
 class AttentionMask:
-    """An attention mask, flattened.
+    """An attention mask, flattened."""
 
-    Attributes:
-        flat: Shape (N,).
-        tokens_mask: Which tokens are valid; None in a step that is simulated without values. It is made here and not in
-            the layers: in a selective checkpoint, a recomputation must run the same operators as the forward pass.
-        count: The number of valid tokens, which the host begins to read when the model is called; None while a graph is
-            captured.
-    """
-
-    flat: Tensor
+    flat: Tensor  # shape (N,)
     sequences: int
+    # Which tokens are valid; None in a step that is simulated without values. It is made here and not in the layers: in
+    # a selective checkpoint, a recomputation must run the same operators as the forward pass.
     tokens_mask: TokenMask | None
+    # The number of valid tokens, which the host begins to read when the model is called; None while a graph is captured
     count: HostRead | None = None
     tokens: int = field(init=False)
 
@@ -89,16 +84,11 @@ class AttentionMask:
 
 @dataclass(frozen=True, eq=False)
 class CallInputs:
-    """The mask, ids and sample indices that hold inside of a module: its own, or those of the modules around it.
-
-    Attributes:
-        input_ids: Token ids, shape (batch, sequence).
-        sample_index: The examples' positions in the data set, int64 of shape (batch,), on the CPU.
-    """
+    """The mask, ids and sample indices that hold inside of a module: its own, or those of the modules around it."""
 
     mask: AttentionMask | None = None
-    input_ids: Tensor | None = None
-    sample_index: Tensor | None = None
+    input_ids: Tensor | None = None  # token ids, shape (batch, sequence)
+    sample_index: Tensor | None = None  # the examples' positions in the data set, int64 of shape (batch,), on the CPU
 
     def inside(self, module: nn.Module, args: Any, kwargs: Any) -> CallInputs:
         """Return what holds inside of a module, by its call."""
@@ -108,7 +98,8 @@ class CallInputs:
         argument, has_parameter = mask_argument(names, args, kwargs)
         mask = self._mask(argument) if has_parameter else self.mask
         ids = None if _TWO_SEQUENCES in names else _argument(names, _IDS, args, kwargs)
-        if _TWO_SEQUENCES not in names and not (ids is not None and _are_ids(ids)):
+        is_text = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
+        if _TWO_SEQUENCES not in names and not is_text:
             ids = self.input_ids
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
@@ -131,11 +122,7 @@ class CallInputs:
         return self if mask is self.mask and ids is self.input_ids else CallInputs(mask, ids, self.sample_index)
 
     def layer_call(self, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Describe a call of a layer to norm estimators.
-
-        shape: Leading dimensions of the layer's input; mask and ids have as many tokens as their product. If the input
-        is flattened, batch and sequence length are those of the ids or the mask.
-        """
+        """Describe a call of a layer to norm estimators."""
         ids, mask, index = self.input_ids, self.mask, self.sample_index
         if len(shape) < 2 and ids is not None:
             shape = tuple(ids.shape)
@@ -163,10 +150,7 @@ def valid_tokens(mask: Tensor) -> Tensor:
 
 
 def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
-    """Remove the sample indices from the arguments of the outermost call, unless its forward has a parameter for them.
-
-    Returns the indices, int64 of shape (batch,) on the CPU, or None; and the arguments.
-    """
+    """Take the sample indices out of the outermost call's arguments, unless its forward has a parameter for them."""
     argument = kwargs.get(SAMPLE_INDEX)
     if SAMPLE_INDEX not in parameters(module):
         kwargs = {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
@@ -179,10 +163,6 @@ def take_sample_index(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor
             f"{tuple(index.shape)}. rmm_linear.estimators.with_sample_index makes it."
         )
     return index.detach().to(torch.int64), kwargs
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def _fits(of: tuple[int, int], shape: tuple[int, ...]) -> bool:
@@ -201,12 +181,10 @@ def _place(tensor: Tensor) -> int:
 
 
 def takes_mask(module: nn.Module) -> bool:
-    """Say whether a module's forward takes an attention mask."""
     return _MASK in parameters(module)
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of a module's forward."""
     return _names(type(module).forward)
 
 
@@ -216,10 +194,7 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def mask_argument(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, bool]:
-    """Return the attention mask among the arguments of a call, and whether the module has a parameter for one.
-
-    The mask is None where there is none, and where the module processes rows of two sequences.
-    """
+    """Return the attention mask among the arguments of a call, and whether the module has a parameter for one."""
     if _MASK not in names:
         return None, False
     two = _TWO_SEQUENCES in names or _argument(names, _OTHER_SEQUENCE, args, kwargs) is not None
@@ -238,17 +213,13 @@ def _argument(names: tuple[str, ...], name: str, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class TracedMasks:
-    """The attention masks that hold in the modules of a compiled forward pass; empty before and after it.
+    """The attention masks that hold in the modules of a compiled forward pass; empty before and after it."""
 
-    Attributes:
-        masks: Pairs of a mask, or None for no mask, and the module whose call set it; the innermost last. Modules that
-            leave the mask unchanged have no entry: a checkpoint inside of a graph may change nothing outside of itself.
-    """
-
+    # Pairs of a mask, or None for no mask, and the module whose call set it; the innermost last. Modules that leave the
+    # mask unchanged have no entry: a checkpoint inside of a graph may change nothing outside of itself.
     masks: list[tuple[Tensor | None, nn.Module]] = field(default_factory=list)
 
     def enter(self, module: nn.Module, names: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Begin the call of a module."""
         self.exit(module)  # if an earlier call has failed
         argument, has_parameter = mask_argument(names, args, kwargs)
         outer = self.masks[-1][0] if self.masks else None
@@ -261,7 +232,6 @@ class TracedMasks:
         return {name: value for name, value in kwargs.items() if name != SAMPLE_INDEX}
 
     def exit(self, module: nn.Module) -> None:
-        """End the call of a module."""
         if self.masks and self.masks[-1][1] is module:
             self.masks.pop()
 

@@ -29,7 +29,6 @@ def _flag(module: nn.Module, name: str) -> bool:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is one that torch's checkpoint_wrapper has made."""
     return any(kind.__name__ == _WRAPPER for kind in type(module).__mro__)
 
 
@@ -71,7 +70,6 @@ class Uncheckpointed:
 
     @property
     def is_attached(self) -> bool:
-        """Whether something is off that was on."""
         return bool(self._undo)
 
     def attach(self) -> None:

@@ -30,24 +30,15 @@ _LEAST_SHARE = 16  # columns for each direction: with fewer, coordinates cost mo
 
 @dataclass
 class Directions:
-    """The basis of one layer's input.
+    """The basis of one layer's input."""
 
-    Attributes:
-        count: k.
-        basis: B, float32, shape (I, k), orthonormal; None before the first step.
-        calls: Forward passes until now.
-        is_learning: Whether it is refreshed.
-        pending: The basis of the steps to come.
-    """
-
-    count: int
-    basis: Tensor | None = None
-    calls: int = 0
-    is_learning: bool = True
-    pending: Tensor | None = field(default=None, compare=False)
+    count: int  # k
+    basis: Tensor | None = None  # B, float32, shape (I, k), orthonormal; None before the first step
+    calls: int = 0  # forward passes until now
+    is_learning: bool = True  # whether it is refreshed
+    pending: Tensor | None = field(default=None, compare=False)  # the basis of the steps to come
 
     def fits(self, features: int) -> bool:
-        """Say whether an input has enough columns."""
         return 0 < self.count * _LEAST_SHARE <= features
 
     def see(self, x: Tensor, index: Tensor | None, known: Tensor) -> None:

@@ -27,25 +27,19 @@ WAITING = (
 
 
 class StepChecks:
-    """The observations of a model's first training steps.
-
-    Attributes:
-        said: What was logged already, once for all modules.
-        is_done: Whether a first training step was looked at.
-    """
+    """The observations of a model's first training steps."""
 
     def __init__(self, names: Sequence[str], min_rows: int) -> None:
         """Begin with nothing seen."""
-        self.said: set[str | None] = set()
+        self.said: set[str | None] = set()  # what was logged already, once for all modules
         self._names, self._min_rows = names, min_rows
         self._model: weakref.ref[nn.Module] | None = None
         self._present: weakref.WeakSet[nn.Module] | None = None  # unknown in a copy of a converted model
         self._checkpointed: set[int] = set()
-        self.is_done = False
+        self.is_done = False  # whether a first training step was looked at
         self._rows: dict[int, int | None] = {}
 
     def note_model(self, model: nn.Module) -> None:
-        """Note which modules a model has when it is converted."""
         self._model, self._present = weakref.ref(model), weakref.WeakSet(model.modules())
 
     def aside(self) -> StepChecks:
@@ -163,7 +157,6 @@ def late_message(names: Sequence[str]) -> str:
 
 
 def few_rows_message(rows: Mapping[str, int], min_rows: int) -> str:
-    """Say that all sketched layers saw too few rows."""
     least, most = min(rows.values()), max(rows.values())
     seen = f"{least}" if least == most else f"{least} to {most}"
     return (

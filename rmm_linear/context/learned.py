@@ -34,24 +34,18 @@ MOST_ERROR = 0.135  # of a score, by codes of 4 bits: bias² is then 0.001 to 0.
 
 @dataclass
 class Learned:
-    """What a module has shown in its first steps.
+    """What a module has shown in its first steps."""
 
-    Attributes:
-        steps: Those that were read.
-        unread: Of those that the host has not read, four numbers each, float64.
-    """
-
-    steps: int = 0
+    steps: int = 0  # those that were read
+    # Of those that the host has not read, four numbers each, float64
     unread: list[Tensor] = field(default_factory=list, compare=False)
 
     @property
     def is_decided(self) -> bool:
-        """Whether it observes no more."""
         return self.steps >= STEPS
 
     @property
     def is_observing(self) -> bool:
-        """Whether another step is to be looked at."""
         return len(self.unread) + self.steps < STEPS
 
     def add(self, values: list[float]) -> None:
@@ -77,23 +71,14 @@ class Learned:
 
 @dataclass
 class GradientRows(Learned):
-    """The rows of a module's output that have a gradient.
+    """The rows of a module's output that have a gradient."""
 
-    Attributes:
-        is_first: Whether they were all the first rows of their sequences.
-        is_last: Whether they were all the last valid ones.
-        shortest: The least length of a sequence.
-        longest: The greatest length: the last row of sequences of one length, without a mask, may be one of many.
-        is_masked: Whether a mask said in all steps which rows are valid.
-        pattern: The decision: 1 saves the first row of every sequence alone, -1 the last one, 0 all.
-    """
-
-    is_first: bool = True
-    is_last: bool = True
-    shortest: int = 0
-    longest: int = 0
-    is_masked: bool = True
-    pattern: int = 0
+    is_first: bool = True  # whether they were all the first rows of their sequences
+    is_last: bool = True  # whether they were all the last valid ones
+    shortest: int = 0  # the least length of a sequence
+    longest: int = 0  # the greatest length: the last row of sequences of one length, without a mask, may be one of many
+    is_masked: bool = True  # whether a mask said in all steps which rows are valid
+    pattern: int = 0  # the decision: 1 saves the first row of every sequence alone, -1 the last one, 0 all
 
     def observe(self, y: Tensor, shape: tuple[int, ...], mask: TokenMask | None) -> None:
         """Look at the gradient of an output, shape (N, O), of sequences whose shape is (B, T)."""
@@ -173,10 +158,7 @@ class ScoreSpread(Learned):
         self.unread.append(torch.stack([found, *[torch.zeros_like(found)] * 3]))
 
     def observe_errors(self, scores: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Look at scores (…, Tq, Tk), and at those of decoded values: the largest error is MOST_ERROR, or too large.
-
-        Masked scores are very low. What is the same for all keys of a query does not count.
-        """
+        """Look at scores (…, Tq, Tk), and at those of decoded values: the largest error is MOST_ERROR, or too large."""
         found: list[Tensor] = []
         for exact, decoded in scores:
             is_seen = exact > _MASKED

@@ -49,44 +49,27 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
 class ModelContext:
-    """The state that the layers of one converted model share.
-
-    Attributes:
-        names: Name of every converted layer, at the layer's index.
-        config: The configuration that the model was converted with.
-        estimators: Norm estimator of every layer that has one, by its index.
-        learned: What modules have shown in their first steps, by their index.
-        directions: The fixed directions of the inputs of layers that have some, by their index.
-        sketch_cache: Sketches of the current forward pass, and the groups of layers that share one.
-        checks: Say which modules save nothing, after the first training step.
-        kept_anyway: Modules that are exact, as other operations keep what their codes were to free.
-        kept_sites: The same of calls in modules' own code, by the module's index and their place.
-        noise: What codes add to gradients in the first steps, and the modules that take more bits for it.
-        exact_calls: Why the last call of an attention or a norm, or of functions, was exact, by the module's index.
-        seeded_alone: Layers whose last seed was drawn by itself, outside of a forward pass of the model.
-        waits: Forward passes in a row that have begun while others had no backward pass yet, and there was something to
-            read of the first steps.
-        salt: Another one gives other seeds, and leaves the random numbers of the model itself as they are.
-    """
+    """The state that the layers of one converted model share; dictionaries are by a layer's index."""
 
     def __init__(self, names: list[str] | None = None, config: RMMConfig | None = None) -> None:
         """Make a context that is not attached to a model yet."""
-        self.names = names or []
+        self.names = names or []  # of every converted layer, at its index
         self.config = config or RMMConfig()
         self.estimators: dict[int, NormEstimator] = {}
         self.learned: dict[int, Learned] = {}
         self.directions: dict[int, Directions] = {}
         self.sketch_cache = SketchCache()
-        self.kept_anyway: set[int] = set()
-        self.kept_sites: set[tuple[int, int]] = set()
+        self.kept_anyway: set[int] = set()  # modules that are exact, as others keep what their codes were to free
+        self.kept_sites: set[tuple[int, int]] = set()  # the same of calls in modules' own code, by index and place
         self.noise = CodeNoise()
-        self.exact_calls: dict[int, str] = {}
-        self.salt, self._released = 0, 0
+        self.exact_calls: dict[int, str] = {}  # why the last call of an attention, a norm, or of functions was exact
+        self.salt, self._released = 0, 0  # another salt gives other seeds, and leaves the model's own numbers alone
         self._handles: list[RemovableHandle] = []
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
         self._reset()
 
     def _reset(self) -> None:
+        # Passes in a row that began while others had no backward pass yet, and the first steps were to be read.
         self.traced_masks, self.waits = TracedMasks(), 0
         self.checks = StepChecks(self.names, self.config.min_rows)
         self._running = RunningForward()
@@ -95,7 +78,7 @@ class ModelContext:
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
         self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
         self._left_out_reads: list[tuple[list[int], HostRead]] = []  # the same on its way to the host, with the layers
-        self.seeded_alone: set[int] = set()
+        self.seeded_alone: set[int] = set()  # layers whose last seed was drawn outside of a pass of the model
         self.regions: dict[Any, Any] = {}  # what is known of classes of modules whose attention is a region
 
     def attach(self, model: nn.Module) -> None:
@@ -118,7 +101,6 @@ class ModelContext:
         self._enter(model, args, kwargs)  # PyTorch has already listed the hooks of this call
 
     def detach(self) -> None:
-        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -131,10 +113,7 @@ class ModelContext:
             self.detach()
 
     def is_open(self) -> bool:
-        """Say whether a forward pass of the model, or its recomputation, is running.
-
-        Not so where a layer is called by itself, or ``model.forward`` is called without the model's hooks.
-        """
+        """Say whether a forward pass of the model, or its recomputation, is running."""
         return bool(self._running.inputs) or in_backward()
 
     @property
@@ -187,10 +166,7 @@ class ModelContext:
         return held.seeds.take(index, self.salt) if seeded else None, ranks, held
 
     def call_of(self, index: int, shape: tuple[int, ...], device: torch.device, masked: bool) -> LayerCall:
-        """Return the mask and ids of a call of a layer, and remember them for its recomputation.
-
-        The mask is None if there is none, it has another number of tokens, or nothing is padded.
-        """
+        """Return the mask and ids of a call of a layer, and remember them for its recomputation."""
         return self._inputs_of(index, shape, masked).layer_call(shape, device, masked)
 
     def mask_of(
@@ -212,10 +188,7 @@ class ModelContext:
         device: torch.device,
         source: AttentionMask | None = None,
     ) -> TokenMask | None:
-        """Return the rows of a call that are saved; ``mask`` are those that are no padding, from ``source``.
-
-        The shape is that of the leading dimensions; if the rows are flattened, the sequences are those of the mask.
-        """
+        """Return the rows of a call that are saved; ``mask`` are those that are no padding, from ``source``."""
         rows = self.rows_of(index)
         if rows is None or not rows.pattern or is_capturing(device):
             return mask
@@ -283,10 +256,7 @@ class ModelContext:
         return inputs.fitting(shape).layer_call(shape, device, masked)
 
     def expected(self, index: int, call: LayerCall) -> Tensor | None:
-        """Return ŷ for a sketch that a layer makes for itself and for the layers that share it, float32, shape (N,).
-
-        It is √Σŷ² over these layers; None if no estimator predicts anything.
-        """
+        """Return ŷ for a sketch that a layer makes for itself and for the layers that share it, float32, shape (N,)."""
         groups = [group for group in self.sketch_cache.groups if index in group]
         members = sorted(set(max(groups, key=len, default=(index,))))
         known = [self.estimators[member].predict(call) for member in members if member in self.estimators]
@@ -305,7 +275,6 @@ class ModelContext:
         return None if in_backward() else self._pending.current
 
     def note_backward(self) -> None:
-        """Note that the backward pass of a forward pass has begun."""
         self._pending.find()
         self._pending.backward_seen = True
 
@@ -428,12 +397,5 @@ class ModelContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        new = {
-            "learned": {},
-            "directions": {},
-            "kept_anyway": set(),
-            "kept_sites": set(),
-            "exact_calls": {},
-        }  # of newer versions
-        vars(self).update({**new, "noise": CodeNoise(), **state})
+        vars(self).update({"exact_calls": {}, **state})
         self._reset()

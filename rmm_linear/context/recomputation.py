@@ -37,18 +37,12 @@ _PASSES = "rmm_linear"  # in what is known of a node, next to what anomaly detec
 
 @dataclass(eq=False)
 class StepSeeds:
-    """The seeds of the layers' calls in one forward pass: that of the step xor a number of the layer and the call.
+    """The seeds of the layers' calls in one forward pass: that of the step xor a number of the layer and the call."""
 
-    Attributes:
-        taken: By the layer's index, its calls that have taken a seed.
-        repeated: The same of calls in recomputations.
-        ranks: Those that some layers draw alike with; None where every rank draws its own numbers.
-    """
-
-    ranks: Ranks | None = None
+    ranks: Ranks | None = None  # those that some layers draw alike with; None where every rank draws its own numbers
     step: int | None = None
-    taken: dict[int, int] = field(default_factory=dict)
-    repeated: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)  # by the layer's index, its calls that have taken a seed
+    repeated: dict[int, int] = field(default_factory=dict)  # the same of calls in recomputations
 
     def take(self, index: int, salt: int) -> int:
         """Return the seed of a layer's next call; ``salt`` makes others of the same state of the generator."""
@@ -77,31 +71,22 @@ def _number_of(index: int, call: int) -> int:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """The masks, ids and sample indices of the layers' calls in one forward pass.
-
-    Attributes:
-        begin: Number of its first autograd node.
-        end: Number of the first node after it, or None while the pass is running.
-        calls: By the layer's index: N, the mask, the ids and the sample indices of its calls.
-        backward_begun: Whether its backward pass has begun.
-        is_dropped: Whether calls with a mask were dropped, because its backward pass is over.
-    """
+    """The masks, ids and sample indices of the layers' calls in one forward pass."""
 
     module: nn.Module
     pending: PendingForwards
     seeds: StepSeeds
-    begin: int
-    end: int | None = None
+    begin: int  # number of its first autograd node
+    end: int | None = None  # number of the first node after it, or None while the pass is running
+    # By the layer's index: N, the mask, the ids and the sample indices of its calls
     calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
-    backward_begun: bool = False
-    is_dropped: bool = False
+    backward_begun: bool = False  # whether its backward pass has begun
+    is_dropped: bool = False  # whether calls with a mask were dropped, because its backward pass is over
 
     def note_backward(self) -> None:
-        """Note that its backward pass has begun."""
         self.backward_begun = self.pending.backward_seen = True
 
     def created(self, node: int) -> bool:
-        """Say whether this forward pass created an autograd node."""
         return self.begin <= node and (self.end is None or node < self.end)
 
     def overlaps(self, other: ForwardPass) -> bool:
@@ -145,15 +130,10 @@ class _OfThread(threading.local):
 
 
 class PendingForwards:
-    """The forward passes of a model whose layers may still be recomputed.
-
-    Attributes:
-        backward_seen: Whether a backward pass has begun since this was set to False.
-    """
+    """The forward passes of a model whose layers may still be recomputed."""
 
     def __init__(self) -> None:
-        """Begin without any forward pass."""
-        self.backward_seen = False
+        self.backward_seen = False  # whether a backward pass has begun since this was set to False
         # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
         self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found
@@ -272,7 +252,6 @@ class RunningForward(threading.local):
     """The forward pass that a thread runs: inputs of the modules that are running, the outermost first, and itself."""
 
     def __init__(self) -> None:
-        """Run none."""
         self.inputs: list[CallInputs] = []
         self.outermost: nn.Module | None = None
         self.recomputing = False

@@ -50,12 +50,9 @@ _FEW = 64  # sketches of inputs that may be gone, at least, before a search for 
 
 @dataclass
 class SketchCache:
-    """The sketches of the current forward pass.
+    """The sketches of the current forward pass."""
 
-    Attributes:
-        groups: Groups of layers that have shared one sketch, as tuples of their indices.
-    """
-
+    # Groups of layers that have shared one sketch, as tuples of their indices
     groups: set[tuple[int, ...]] = field(default_factory=set)
     _entries: dict[tuple[Hashable, ...], CacheEntry] = field(default_factory=dict)
     _task: int = -1
@@ -125,10 +122,6 @@ class SketchCache:
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have the groups and no tensors."""
         return {"groups": set(self.groups), "_entries": {}, "_task": -1, "_most": _FEW, "_alone": set()}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Add fields that models lack which older versions have pickled."""
-        vars(self).update({"_most": _FEW, "_alone": set(), **state})
 
 
 def _full_key(source: Tensor, key: tuple[Hashable, ...]) -> tuple[Hashable, ...]:

@@ -98,7 +98,6 @@ def runs_again() -> bool:
 
 @contextmanager
 def running_again() -> Iterator[None]:
-    """Say so inside of the block."""
     before, _again.is_running = _again.is_running, True
     try:
         yield
@@ -128,7 +127,6 @@ def is_unwatched() -> bool:
 
 
 def has_saving_hooks() -> bool:
-    """Say whether hooks get what autograd saves."""
     return _hooks(False) is not None
 
 
@@ -148,7 +146,6 @@ def is_checkpointed() -> bool:
 
 
 def next_node() -> int:
-    """Return the number of the node that this thread creates next."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -31,13 +31,9 @@ Exact = Callable[[Tensor], Any]
 
 @dataclass
 class Survey:
-    """The calls of one forward pass, each with the memory that its exact form would keep.
+    """The calls of one forward pass, each with the memory that its exact form would keep."""
 
-    Attributes:
-        batch: The arguments of the model.
-    """
-
-    batch: Any = None
+    batch: Any = None  # the arguments of the model
     _kept: dict[int | tuple[int, int], list[list[StorageWeakRef]]] = field(default_factory=dict)
 
     def note(
@@ -73,10 +69,7 @@ class Survey:
         self._kept.setdefault(key, []).append(found)
 
     def decide(self, output: Any) -> tuple[list[int], set[tuple[int, int]]]:
-        """Return the modules all of whose calls would keep what the graph behind the model's output keeps.
-
-        And likewise the sites of modules that have several, those of the former too.
-        """
+        """Return the modules all of whose calls would keep what the graph behind the model's output keeps."""
         calls, self._kept = self._kept, {}
         alive = {one.cdata for each in calls.values() for call in each for one in call if not one.expired()}
         if not alive:

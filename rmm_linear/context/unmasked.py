@@ -12,10 +12,7 @@ from rmm_linear.context.learned import GradientRows
 
 @contextmanager
 def unmasked(modules: Sequence[Any]) -> Iterator[None]:
-    """Let converted modules save all rows of what they are given inside of the block.
-
-    No padding is left out, and from then on the modules do not learn which rows of a sequence have a gradient.
-    """
+    """Let converted modules save all rows of what they are given inside of the block."""
     contexts = {id(one.rmm_context): one.rmm_context for one in modules if one.rmm_context is not None}
     for module in modules:
         context = module.rmm_context

@@ -37,7 +37,6 @@ def checkpointed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def inside(blocks: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names that belong to blocks."""
     prefixes = tuple(f"{name}." for name in blocks)
     return tuple(name for name in names if f"{name}.".startswith(prefixes)) if prefixes else ()
 

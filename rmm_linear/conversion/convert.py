@@ -221,7 +221,6 @@ def _select(
 
 
 def _accepted(model: nn.Module, names: dict[nn.Module, str], config: RMMConfig) -> dict[str, nn.Module]:
-    """Map the names of all modules that a configuration selects to them."""
     linears, packed, *_ = _select(model, config, outside_experts(names, config))
     return linears | {name: choice.module for name, choice in packed.items()}
 

@@ -22,7 +22,6 @@ from rmm_linear.layers.linear import SketchedLayer
 
 
 def converted_modules(model: nn.Module) -> list[ConvertedModule]:
-    """List the converted modules of a model."""
     return [module for module in model.modules() if isinstance(module, ConvertedModule)]
 
 

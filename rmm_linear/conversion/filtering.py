@@ -50,10 +50,7 @@ def without_rejected(
     selected: Callable[[RMMConfig], Mapping[str, nn.Module]],
     names: Mapping[nn.Module, str],
 ) -> tuple[RMMConfig, set[str]]:
-    """Exclude the modules that a filter rejects, and those inside of them that are selected then and rejected too.
-
-    selected: Returns the modules that a configuration converts, by name.
-    """
+    """Exclude the modules that a filter rejects, and those inside of them that are selected then and rejected too."""
     answers: dict[str, bool] = {}
     narrowed, found = config, selected(config)
     while True:

@@ -56,7 +56,6 @@ def _trains(layer: nn.Module) -> bool:
 
 
 def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
-    """Warn of names in a configuration that no module has."""
     linears = [name for module, name in names.items() if is_linear_like(module)]
     products = [name for module, name in names.items() if calls_of(module, ("linear",))]
     for entry in [] if isinstance(config.exclude_modules, str) else config.exclude_modules or ():
@@ -179,7 +178,6 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def is_linear_like(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer of any class."""
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return True
     looks_linear = re.search(r"[Ll]inear|Conv1D$", type(module).__name__) or hasattr(module, "in_features")
@@ -188,7 +186,6 @@ def is_linear_like(module: nn.Module) -> bool:
 
 
 def linear_features(module: nn.Module) -> tuple[int, int]:
-    """Return the sizes of a linear layer."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     inputs, outputs = shape_of(module.weight)  # pyright: ignore[reportArgumentType]
@@ -196,7 +193,6 @@ def linear_features(module: nn.Module) -> tuple[int, int]:
 
 
 def sketched_class(module: nn.Module) -> type[Any]:
-    """Return the sketched class for a linear layer."""
     if isinstance(module, nn.Linear):
         is_itself = type(module) is nn.Linear or is_fsdp_module(module)
         return RMMLinear if is_itself else joined_class(RMMLinear, type(module))

@@ -20,7 +20,6 @@ _NAMES = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn.Module]) -> str | None:
-    """Say why a configuration does not select a layer."""
     if config.target_modules == "all-linear":
         if any(module is head for head in heads):
             return "the output head"
@@ -32,7 +31,6 @@ def not_selected(name: str, module: nn.Module, config: RMMConfig, heads: list[nn
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
-    """Find the layer names that are most similar to a pattern."""
 
     def similarity(name: str) -> float:
         parts = name.split(".")

@@ -46,30 +46,21 @@ _UNTRIED = "perhaps a gated MLP, which cannot be tried on the meta device: conve
 
 @dataclass(frozen=True)
 class PackedChoice:
-    """A module that is to save a compressed activation.
-
-    Attributes:
-        saved: Words for what it will save.
-        set_up: Changes the module, given its configuration, the model's context and its index there.
-        computes: The formula that was found of a norm or of a gated MLP; None for all others.
-        is_region: Whether the module's code between its linear layers saves nothing, and runs again.
-        is_called: Whether it saves for calls in the module's own code.
-    """
+    """A module that is to save a compressed activation."""
 
     operation: str
     module: nn.Module
-    saved: str
+    saved: str  # words for what it will save
+    # Changes the module, given its configuration, the model's context and its index there
     set_up: Callable[[RMMConfig, ModelContext, int], None]
+    # The formula that was found of a norm or of a gated MLP; None for all others
     computes: NormForm | GatedParts | None = None
-    is_region: bool = False
-    is_called: bool = False
+    is_region: bool = False  # whether the module's code between its linear layers saves nothing, and runs again
+    is_called: bool = False  # whether it saves for calls in the module's own code
 
 
 def choose_packed(names: dict[nn.Module, str], config: RMMConfig) -> tuple[dict[str, PackedChoice], dict[str, str]]:
-    """Choose the modules that a configuration makes save packed, and say why others cannot be changed.
-
-    Modules are tried on a few numbers, of the selected operations alone.
-    """
+    """Choose the modules that a configuration makes save packed, and say why others cannot be changed."""
     found: dict[str, PackedChoice] = {}
     skipped: dict[str, str] = {}
     choices = _choices(names, config)

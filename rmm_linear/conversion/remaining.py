@@ -129,7 +129,6 @@ class Reasons:
     def __init__(
         self, model: nn.Module, batch: Any, report: ConversionReport, names: dict[nn.Module, str], exact: dict[str, str]
     ) -> None:
-        """Note what the conversion changes."""
         self._classes = {name: type(module).__name__ for module, name in names.items()} | {"": type(model).__name__}
         self._batch = {storage_key(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         self._report, self._exact = report, exact
@@ -163,7 +162,6 @@ class Reasons:
         return _nearest(name, self._report.uncompressed) or words.get(reason, OTHERS)
 
     def why(self, key: StorageKey, name: str, savers: Iterable[Saver]) -> tuple[tuple[str, ...], str]:
-        """Say why a storage is saved."""
         operators = tuple(sorted({saver.operator for saver in savers if not saver.is_stand_in}))
         return operators or ("an operator",), self._reason(key, name, operators)
 
@@ -211,11 +209,7 @@ def still_saved(
     reasons: Reasons,
     before: int,
 ) -> tuple[int, list[Keeper], dict[str, int], list[str]]:
-    """Divide what a converted model saves into the bytes of compressed activations, and the rest, the most bytes first.
-
-    The rest is given by modules, of which those whose names differ in numbers only are one entry, and by its kinds;
-    the last are sentences on what would save most of it.
-    """
+    """Divide what a converted model saves into bytes of compressed activations, and the rest, the most bytes first."""
     compressed, kinds, remedies = 0, Counter[str](), Counter[str]()
     modules: dict[str, Counter[tuple[tuple[str, ...], str]]] = {}
     for key, entry in storages.items():

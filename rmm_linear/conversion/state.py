@@ -178,7 +178,6 @@ def _features(layer: SketchedLayer) -> int:
 
 
 def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
-    """The fixed directions of the layers that may have some."""
     found: dict[str, Directions] = {}
     for context, numbers in _contexts(layers).items():
         found |= {name: context.directions[n] for name, n in numbers.items() if n in context.directions}
@@ -186,7 +185,6 @@ def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
 
 
 def _learned(model: nn.Module) -> dict[str, Learned]:
-    """What the modules of a model have learned, by their names at its conversion."""
     contexts = _all_contexts(model)
     return {context.names[index]: one for context in contexts for index, one in sorted(context.learned.items())}
 
@@ -274,7 +272,6 @@ def load_saved_state(model: nn.Module, path: Path, state: Any) -> None:
 
 
 def sketched_layers(model: nn.Module) -> dict[str, SketchedLayer]:
-    """List the sketched layers of a model."""
     found = unwrapped(model).named_modules()
     return {own_name(name): module for name, module in found if isinstance(module, SketchedLayer)}
 

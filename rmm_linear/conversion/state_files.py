@@ -51,7 +51,6 @@ def tensors_beside(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[dict[s
 
 
 def remove_with_tensors(path: Path) -> None:
-    """Remove a JSON file and the tensors that belong to it."""
     for found in _tensor_files(path):
         found.unlink(missing_ok=True)
     path.unlink(missing_ok=True)  # last: while it exists, the removal can be repeated

@@ -43,7 +43,6 @@ def described(model: nn.Module, *, is_checkpointed_later: bool = False) -> str:
 
 
 def described_batch(example: Any, optimizer: Any, *, accumulate: bool = False) -> str:
-    """Describe a batch, and what else counts."""
     leaves = tree_leaves(example.batch if hasattr(example, "batch") else example)
     shapes = [tuple(one.shape) for one in leaves if isinstance(one, torch.Tensor) and one.dim()]
     shape = " × ".join(map(str, shapes[0])) if shapes else "of a function"

@@ -14,10 +14,7 @@ _OVERHEAD = 0.3  # of a step, in a pass over few of its sequences
 
 
 def expect_fit(candidates: Candidates, *, again: float = 0.0, larger: float = 0.0) -> None:
-    """Say about how long a fit takes.
-
-    ``again``: Further steps that are simulated. ``larger``: Real ones among them, of compressed blocks.
-    """
+    """Say about how long a fit takes."""
     names = candidates.singles()
     converted = sum(name.startswith(CONVERT) for name in names)
     steps = _JUDGED + again + len(names) * (2 if candidates.is_meta else 1)  # with their compositions

@@ -24,13 +24,10 @@ class Conversion:
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> RMMConfig:
-        """Return the configuration that a plan's file has."""
         return RMMConfig.from_dict(config)
 
     def attach(self) -> None:
-        """Convert the model."""
         self.report = convert(self.model, self.config)
 
     def detach(self) -> None:
-        """Revert the model."""
         revert(self.model)

@@ -61,10 +61,7 @@ class Fitting:
         checkpointing: str = REPLACE,
         on_ranks: Callable[[BlockPlan], tuple[RankPeak, ...]] | None = None,
     ) -> None:
-        """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`.
-
-        ``on_ranks`` takes a real step with an applied plan in all processes that train the model together.
-        """
+        """Measure a step of the exact model. The arguments are those of :func:`rmm_linear.fit`."""
         allow = (allow,) if isinstance(allow, str) else tuple(allow)
         self.model, self.example, self.allow, self.objective = model, example, allow, objective
         self.on_ranks, self.is_real = on_ranks, shards is None and has_memory(model)

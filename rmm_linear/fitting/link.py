@@ -22,14 +22,10 @@ SPEED, BANDWIDTH = 5e14, 25e9  # of a simulated device: half of an H100's peak i
 
 @dataclass(frozen=True)
 class Link:
-    """The link to the host.
+    """The link to the host."""
 
-    Attributes:
-        bandwidth: Bytes per second in each direction.
-        unit: Of the times that it is compared with, those in a second: 1, or operations where these replace seconds.
-    """
-
-    bandwidth: float
+    bandwidth: float  # bytes per second in each direction
+    # Of the times that it is compared with, those in a second: 1, or operations where these replace seconds
     unit: float = 1.0
 
     def added(self, copied: int, forward: float, backward: float) -> float:

@@ -27,28 +27,18 @@ _IS_SUM = "num_items_in_batch"  # so transformers calls what divides a loss that
 
 @dataclass
 class BlockNoise:
-    """The noise of one setting in one block.
+    """The noise of one setting in one block."""
 
-    Attributes:
-        worst: The largest variance ratio, D² / D²_SGD, of a layer's weights.
-        total: Σ D² over the block's parameters, divided by Σ D²_SGD of the whole model.
-    """
-
-    worst: float = 0.0
-    total: float = 0.0
+    worst: float = 0.0  # the largest variance ratio, D² / D²_SGD, of a layer's weights
+    total: float = 0.0  # Σ D² over the block's parameters, divided by Σ D²_SGD of the whole model
 
 
 @dataclass
 class Noise:
-    """Noise by setting and block, or why it is not known.
+    """Noise by setting and block, or why it is not known."""
 
-    Attributes:
-        found: Setting to block to its noise.
-        unknown: Why it was not measured; empty if it was.
-    """
-
-    found: dict[str, dict[str, BlockNoise]] = field(default_factory=dict)
-    unknown: str = ""
+    found: dict[str, dict[str, BlockNoise]] = field(default_factory=dict)  # setting to block to its noise
+    unknown: str = ""  # why it was not measured; empty if it was
 
 
 def measure_noise(

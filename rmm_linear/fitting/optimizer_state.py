@@ -65,10 +65,8 @@ def optimizer_memory(
     A dry run costs two steps: nothing on tensors without data, and for optimizers that need values one parameter,
     gradient and state for each shape.
 
-    optimizer: An instance, a class, or a callable that takes a list of parameters and returns an optimizer. parameters:
-    For a class or a callable, what it will update. device: On an accelerator, state on the CPU, such as the number of
-    the step, is not counted. On the meta device, an optimizer that leaves the choice to PyTorch takes all tensors at
-    once, as it will on an accelerator.
+    On an accelerator, state on the CPU, such as the number of the step, is not counted. On the meta device, an
+    optimizer that leaves the choice to PyTorch takes all tensors at once, as it will on an accelerator.
     """
     optimizer = _unwrapped(optimizer)
     if not isinstance(optimizer, Optimizer) and not callable(optimizer):

@@ -50,15 +50,7 @@ _COMPOSED = "tenth"  # the setting that is composed with other words
 
 
 class Candidates:
-    """Adds the allowed options to the given ones.
-
-    Attributes:
-        notes: What was left out, and why.
-        seconds: Of an exact step, as far as blocks make it; 0 until options are added.
-        is_noise_unknown: Whether the variance ratio could not be measured.
-        is_too_noisy: Whether an option was left out for its variance ratio.
-        needs_folder: Whether a folder for files would allow to offload.
-    """
+    """Adds the allowed options to the given ones."""
 
     def __init__(
         self, proposals: Proposals, conversions: Conversions, allow: Collection[str], bandwidth: float | None = None
@@ -69,8 +61,8 @@ class Candidates:
         self.model: nn.Module = proposals.model
         self.example: Any = proposals.example
         self.costs: Costs = proposals.costs
-        self.notes: list[str] = []
-        self.seconds = 0.0
+        self.notes: list[str] = []  # what was left out, and why
+        self.seconds = 0.0  # of an exact step, as far as blocks make it
         self.what = "a sharded model" if is_sharded(self.model) else "a model on the meta device"
         self.is_noise_unknown = self.is_too_noisy = self.needs_folder = False
         self.is_meta, self.is_counted = not has_memory(self.model), not runs_alone(self.model)
@@ -102,10 +94,7 @@ class Candidates:
         return self.proposals
 
     def compose(self, fits: Callable[[Proposals], bool]) -> Proposals:
-        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices.
-
-        They are timed if some of them may be within the budget, by what ``fits`` says.
-        """
+        """Add what takes less memory, and more time, than single words: recomputed blocks whose input waits, slices."""
         if not self.is_composed:
             known = [len(rows) for rows in self.proposals.rows]
             self._add_compositions()

@@ -26,14 +26,7 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class QuantizedLinear(nn.Module):
-    """The place of a frozen linear layer whose weight is in 4 bits; it has shapes and no values.
-
-    Attributes:
-        weight: Packed, two numbers per byte, shape (O · I / 2, 1).
-        absmax: Absolute maximum of every block of weights; in 8 bits with double quantization.
-        scale: Scales of absolute maxima in 8 bits, or None. Both are no buffers, as in bitsandbytes: a recomputation
-            keeps buffers as the first run saw them, and :class:`rmm_linear.Shards` leaves these whole.
-    """
+    """The place of a frozen linear layer whose weight is in 4 bits; it has shapes and no values."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: nn.Parameter | None, dtype: torch.dtype, blocksize: int, *, double: bool
@@ -44,14 +37,16 @@ class QuantizedLinear(nn.Module):
         size = inputs * outputs
         blocks = -(-size // blocksize)
         packed = torch.empty((size + 1) // 2, 1, dtype=torch.uint8, device="meta")
-        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = nn.Parameter(packed, requires_grad=False)  # packed, two numbers per byte, shape (O · I / 2, 1)
         self.bias = bias
         kind = torch.uint8 if double else torch.float32
+        # Absolute maximum of every block of weights; in 8 bits with double quantization
         self.absmax = torch.empty(blocks, device="meta", dtype=kind)
+        # Scales of absolute maxima in 8 bits, or None. Both are no buffers, as in bitsandbytes: a recomputation keeps
+        # buffers as the first run saw them, and Shards leaves these whole.
         self.scale = torch.empty(-(-blocks // _NESTED), device="meta", dtype=torch.float32) if double else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return an output without values."""
         if not x.is_meta and not isinstance(x, FakeTensor):
             raise RuntimeError(
                 "A stand-in for a quantized layer has shapes and no values, got real tensors. Simulate the model, or "
@@ -105,13 +100,6 @@ def as_quantised(
     too (``bnb_4bit_use_double_quant``). compute_dtype: Of products (``bnb_4bit_compute_dtype``); None is the weight's.
 
     Returns the names of the layers that are replaced.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 2)).bfloat16()
-        >>> _ = model[0].requires_grad_(False)
-        >>> as_quantised(model), model[0].weight.nbytes, model[0].absmax.nbytes, model[0].scale.nbytes
-        (['0'], 4096, 128, 4)
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear or is_conv1d(module)}
     heads, users = {*output_heads(model), *_last(model)}, _users(model)

@@ -57,14 +57,12 @@ class Processes:
         return found
 
     def sent(self, one: Any, source: int) -> Any:
-        """Return what one process has."""
         place = source if self.group is None else distributed.get_global_rank(self.group, source)
         sent = [one if self.rank == source else None]
         distributed.broadcast_object_list(sent, place, group=self.group)
         return sent[0]
 
     def largest(self, one: int, device: torch.device) -> int:
-        """Return the largest number of all."""
         found = torch.tensor(one, device=device)
         distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self.group)
         return int(found)
@@ -104,11 +102,7 @@ def ranks_of(model: nn.Module) -> Processes | None:
 
 
 class Member:
-    """The part of one process in a fit of several.
-
-    Attributes:
-        planner: The rank whose exact step takes the most, by its batch.
-    """
+    """The part of one process in a fit of several."""
 
     def __init__(self, ranks: Processes, process: Resident, example: Any) -> None:
         """Begin with an exact model, and find out whose step takes the most."""
@@ -117,7 +111,7 @@ class Member:
         # A model that is divided has other ranks take part in its real steps.
         self._alone: Callable[[], AbstractContextManager[Any]] = nullcontext if is_sharded(process.model) else silent
         exact = ranks.together(self._simulated)
-        self.planner = exact.index(max(exact))
+        self.planner = exact.index(max(exact))  # the rank whose exact step takes the most, by its batch
 
     def fit(self, plan: Callable[[Callable[[BlockPlan], tuple[RankPeak, ...]]], FitReport]) -> FitReport:
         """Let one process plan, by ``plan(check)``; return its report in all."""

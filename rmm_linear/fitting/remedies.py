@@ -22,23 +22,14 @@ _BLOCK, _SMALL = 256, 4096
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of what is trained, or of the optimizer, and memory with it.
+    """A change of what is trained, or of the optimizer, and memory with it."""
 
-    Attributes:
-        title: What to change, in a word or two.
-        words: The same as users type it, and the peak with it.
-        after: Memory with it.
-        code: What to type, in Python.
-        name: The optimizer's class in ``torch.optim``, if that stays.
-        flag: In ``TrainingArguments``, for ``optim``; empty where there is none.
-    """
-
-    title: str
-    words: str
-    after: StepMemory
-    code: str
-    name: str = ""
-    flag: str = ""
+    title: str  # what to change, in a word or two
+    words: str  # the same as users type it, and the peak with it
+    after: StepMemory  # memory with it
+    code: str  # what to type, in Python
+    name: str = ""  # the optimizer's class in torch.optim, if that stays
+    flag: str = ""  # in TrainingArguments, for optim; empty where there is none
 
     @property
     def is_fused(self) -> bool:

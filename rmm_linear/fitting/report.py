@@ -24,17 +24,11 @@ _FEW_RANKS = 8  # that are all shown
 
 @dataclass(frozen=True)
 class RankPeak:
-    """The peak of one process of several that train a model together, on its own batch.
+    """The peak of one process of several that train a model together, on its own batch."""
 
-    Attributes:
-        rank: Of the process.
-        simulated: Bytes of a step with the plan, and of what is there before it.
-        measured: The same of a real step; None if it ran out of memory.
-    """
-
-    rank: int
-    simulated: int
-    measured: int | None
+    rank: int  # of the process
+    simulated: int  # bytes of a step with the plan, and of what is there before it
+    measured: int | None  # the same of a real step; None if it ran out of memory
 
     @property
     def bytes(self) -> int:

@@ -18,21 +18,14 @@ from rmm_linear.planning.step.watch import Held, watch
 
 @dataclass(frozen=True)
 class Resident:
-    """A training process: its model, what is there before a step, and what a step adds.
+    """A training process: its model, what is there before a step, and what a step adds."""
 
-    Attributes:
-        model: Without the wrapper of ``DistributedDataParallel``, as simulated steps must not reduce gradients.
-        static: What it has in addition to steps; what ``fully_shard`` gathers belongs to the step, which shows it.
-        bytes: Before a step.
-        held: Bytes of a parameter's gradient that a step adds; None is all.
-        accumulates: Whether the gradients are there when a step begins, where :attr:`bytes` counts them.
-    """
-
-    model: nn.Module
+    model: nn.Module  # without the wrapper of DistributedDataParallel, as simulated steps must not reduce gradients
+    # What it has in addition to steps; what fully_shard gathers belongs to the step, which shows it
     static: StaticMemory
-    bytes: int
-    held: Held | None
-    accumulates: bool
+    bytes: int  # before a step
+    held: Held | None  # bytes of a parameter's gradient that a step adds; None is all
+    accumulates: bool  # whether the gradients are there when a step begins, where bytes counts them
 
     def simulated(self, example: Any) -> Peak:
         """Return the peak of a step of the model as it is, planned or not, without what is there before."""
@@ -60,11 +53,7 @@ class Resident:
 def resident(
     model: nn.Module, optimizer: Any = None, shards: Shards | None = None, *, accumulate: bool = False
 ) -> Resident:
-    """Count what a training process has before a step; ``accumulate``: with the gradients of earlier batches.
-
-    Where ``fully_shard`` has divided the model and synchronisation is off, gradients accumulate whole. Views of buckets
-    of ``DistributedDataParallel`` are there before a step in any case.
-    """
+    """Count what a training process has before a step; ``accumulate``: with the gradients of earlier batches."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
     reshard(model)
     static = static_memory_of(model, optimizer, shards)

@@ -47,21 +47,13 @@ def check_size(memory: object) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a batch may have.
+    """The sizes that a batch may have."""
 
-    Attributes:
-        batch: Makes a batch of a size.
-        small: The size to measure options with first.
-        large: The size of the batch that a step was measured with.
-        most: The largest size that there is.
-        tolerance: How much less than the largest size, as a share of it, is good enough.
-    """
-
-    batch: Callable[[int], Any]
-    small: int
-    large: int
-    most: int = MOST
-    tolerance: float = 0.0
+    batch: Callable[[int], Any]  # makes a batch of a size
+    small: int  # the size to measure options with first
+    large: int  # the size of the batch that a step was measured with
+    most: int = MOST  # the largest size that there is
+    tolerance: float = 0.0  # how much less than the largest size, as a share of it, is good enough
 
     def between(self, size: int, small: int, large: int) -> int:
         """Return the bytes of a size on the line through those of the two that are measured."""
@@ -70,23 +62,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Found:
-    """The largest sizes.
+    """The largest sizes."""
 
-    Attributes:
-        size: With the plan; 0 if not even one fits.
-        exact: Of the exact model.
-        checkpointed: With every block recomputed.
-        plan: The plan for ``size``, which has the peak of a step with it; None if nothing fits.
-        peak: Bytes of a training process with it.
-        notes: Options that were left out, with the reason.
-    """
-
-    size: int = 0
-    exact: int = 0
-    checkpointed: int = 0
-    plan: BlockPlan | None = None
-    peak: int = 0
-    notes: tuple[str, ...] = ()
+    size: int = 0  # with the plan; 0 if not even one fits
+    exact: int = 0  # of the exact model
+    checkpointed: int = 0  # with every block recomputed
+    plan: BlockPlan | None = None  # the plan for size, which has the peak of a step with it; None if nothing fits
+    peak: int = 0  # bytes of a training process with it
+    notes: tuple[str, ...] = ()  # options that were left out, with the reason
 
 
 class SizeSearch:
@@ -161,10 +144,7 @@ class SizeSearch:
         return (found.plan.predicted - there.predicted) / (found.size - other)
 
     def _judged(self, plan: BlockPlan, size: int, *, is_last: bool = False) -> BlockPlan | None:
-        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory.
-
-        Without weights, like blocks stand for one another until the last step.
-        """
+        """Return a plan with the peak of a step of a size, simulated; None where it runs out of memory."""
         proposals = replace(self.work.proposals, example=self.sizes.batch(size))
         try:
             if is_last or has_memory(self.work.model):
@@ -178,7 +158,6 @@ class SizeSearch:
         return known.made_for(self.work.model)
 
     def _solved(self, lines: _Lines, size: int) -> BlockPlan | None:
-        """Return the plan of least memory for a size, simulated with it."""
         proposals = replace(self.work.proposals, example=self.sizes.batch(size), rows=lines.rows(size), peaks={})
         options, host = proposals.options, proposals.host
 
@@ -208,11 +187,7 @@ class SizeSearch:
         at_least: int = 1,
         tries: int = 30,
     ) -> tuple[int, BlockPlan | None]:
-        """Find the largest size, and the plan for it.
-
-        With few tries, or a tolerance, it may not be the largest, but what is returned was tried and is within the
-        budget.
-        """
+        """Find the largest size, and the plan for it."""
         most, tolerance = self.sizes.most, self.sizes.tolerance
         aim = int(self.budget * (1 - tolerance / 2))
         guess = _meeting(fits or (lambda size, budget: line(size) <= budget), aim, most)
@@ -237,10 +212,7 @@ class SizeSearch:
 
 
 def _evened(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> list[int]:
-    """Give all blocks the most frequent choice that have it: while a block runs backward, the one before comes back.
-
-    What comes back is in no sum of options, and the more the less of it waited in the block that was measured.
-    """
+    """Give all blocks the most frequent choice that have it: while a block runs backward, the one before comes back."""
     names = [block[index].name for block, index in zip(options, chosen, strict=True)]
     often = Counter(names).most_common(1)[0][0]
     return [
@@ -291,12 +263,10 @@ class _Lines:
         ]
 
     def least(self, size: int, only: str = "") -> int:
-        """Return the least peak of the options for a size."""
         rows = self.rows(size, only)
         return least(self._options(rows), self.proposals.host)
 
     def fits(self, size: int, budget: int) -> bool:
-        """Say whether some of the options for a size fit into a budget."""
         options, host = self._options(self.rows(size)), self.proposals.host
         if host is None:
             return least(options) <= budget

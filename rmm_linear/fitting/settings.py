@@ -25,10 +25,7 @@ NARROW = "narrow"
 
 @dataclass(frozen=True)
 class Setting:
-    """How the modules of a block are converted: operation to the fields of :class:`~rmm_linear.RMMConfig` that differ.
-
-    Operations that are not there stay exact.
-    """
+    """How the modules of a block are converted: operation to the fields of RMMConfig that differ."""
 
     name: str
     fields: Mapping[str, Mapping[str, Any]]
@@ -95,7 +92,6 @@ class Conversions:
             self._vain = _saved_anyway(self._model, example)
 
     def settings(self, block: str, allowed: Iterable[str]) -> list[Setting]:
-        """Return the settings that do something different in a block."""
         found = dict[str, Setting]()
         for setting in SETTINGS:
             does = {name: setting.fields[operation] for name, operation in self.chosen(block, setting).items()}
@@ -105,7 +101,6 @@ class Conversions:
         return list(found.values())
 
     def chosen(self, block: str, setting: Setting) -> dict[str, str]:
-        """Return what a setting converts in a block."""
         vain = self._vain if setting.parts == {SKETCH} else set[str]()
         there = self.operations[block].items()
         return {name: operation for name, operation in there if operation in setting.fields and name not in vain}

@@ -32,17 +32,14 @@ from rmm_linear.planning.step.shards import Shards
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def size_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Return the bytes of a dense tensor."""
     return shape.numel() * dtype.itemsize
 
 
 def local_bytes(parameters: Iterable[Tensor], shards: Shards | None = None) -> int:
-    """Return the bytes of parameters that one rank has, as they are or will be divided."""
     found = [(local(p).shape, p.dtype) for p in parameters]
     return sum(size_bytes(shards.shape(shape) if shards else shape, dtype) for shape, dtype in found)
 

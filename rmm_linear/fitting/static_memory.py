@@ -20,28 +20,19 @@ from rmm_linear.planning.step.tensor_parallel import tensor_parallel_sizes
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Memory of a training run in addition to its activations, in bytes per device and rank.
+    """Memory of a training run in addition to its activations, in bytes per device and rank."""
 
-    Attributes:
-        parameters: Of the model; weights that are tied, and views of one memory, count once. Quantized ones are packed.
-        buffers: Of the model, and scales and codes that quantized weights keep outside of parameters and buffers;
-            counted in the same way, without what parameters have.
-        gradients: Of all parameters that require a gradient.
-        optimizer: State of the optimizer, once it has made a step.
-        optimizer_transient: Peak of the temporaries of the optimizer's step.
-        ddp_buckets: Copies of the gradients that ``DistributedDataParallel`` communicates.
-        gathered: Peak of what ``fully_shard`` holds unsharded, in addition to the rank's own parts.
-        host: Parameters, gradients and the optimizer's state that are in the host's memory instead.
-    """
-
+    # Of the model; weights that are tied, and views of one memory, count once. Quantized ones are packed.
     parameters: int = 0
+    # Of the model, and scales and codes that quantized weights keep outside of parameters and buffers; counted in the
+    # same way, without what parameters have
     buffers: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    optimizer_transient: int = 0
-    ddp_buckets: int = 0
-    gathered: int = 0
-    host: int = 0
+    gradients: int = 0  # of all parameters that require a gradient
+    optimizer: int = 0  # state of the optimizer, once it has made a step
+    optimizer_transient: int = 0  # peak of the temporaries of the optimizer's step
+    ddp_buckets: int = 0  # copies of the gradients that DistributedDataParallel communicates
+    gathered: int = 0  # peak of what fully_shard holds unsharded, in addition to the rank's own parts
+    host: int = 0  # parameters, gradients and the optimizer's state that are in the host's memory instead
 
     @property
     def before_step(self) -> int:
@@ -69,16 +60,8 @@ def static_memory(model: nn.Module, optimizer: Any = None, shards: Shards | None
     of bitsandbytes on the meta device, which it quantizes on the way to another one, and tensor subclasses that consist
     of other tensors, such as torchao's. Other packages' count if they keep tensors in attributes of their layers.
 
-    model: One that is wrapped in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor``
-    parameters), the local parts count, and what ``fully_shard`` gathers. optimizer: An instance, a class that will
-    update all parameters that require a gradient, or a callable that makes one; None counts nothing. shards: How
-    the model will be divided, see :class:`Shards`.
-
-    Example:
-        >>> from torch.optim import SGD
-        >>> needed = static_memory(nn.Linear(4, 2, device="meta"), SGD)
-        >>> needed.parameters, needed.gradients, needed.optimizer, needed.before_step
-        (40, 40, 0, 40)
+    A model in ``DistributedDataParallel`` needs buckets. Of one that is divided already (``DTensor`` parameters), the
+    local parts count, and what ``fully_shard`` gathers.
     """
     with tensor_parallel_sizes(model, shards):
         return static_memory_of(model, optimizer, shards)

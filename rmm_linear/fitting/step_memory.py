@@ -146,10 +146,6 @@ class StepMemory(Report):
 
 
 def step_memory(model: nn.Module, example: Any, static: StaticMemory, *, accumulate: bool = False) -> StepMemory:
-    """Simulate a step of a model as it is, planned, converted or not.
-
-    accumulate: Whether the gradients of earlier batches are there when it begins.
-    """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     passes = watch(inner, example, held=(lambda parameter: 0) if accumulate else None)[0]
     static = replace(static, gathered=0) if is_sharded(inner) else static  # what is gathered is in the step

@@ -35,14 +35,10 @@ Make = Callable[[PlannedBlock], BlockPlan]
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of blocks.
+    """Seconds of blocks."""
 
-    Attributes:
-        plain: Block to the seconds of its forward and backward pass.
-        extra: Block and option to the seconds that the option adds; negative where it saves some.
-    """
-
-    plain: dict[str, float]
+    plain: dict[str, float]  # block to the seconds of its forward and backward pass
+    # Block and option to the seconds that the option adds; negative where it saves some
     extra: dict[tuple[str, str], float]
 
 
@@ -110,7 +106,9 @@ class _TimedCall:
         """Run both passes of the module by itself; its parameters' gradients are dropped."""
         leaves, form = tree_flatten((self.args, self.kwargs))
         leaves = [_own(leaf) for leaf in leaves]
-        first = next((place for place, leaf in enumerate(leaves) if _is_float(leaf)), None)
+        first = next(
+            (place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
+        )
         if first is not None:
             leaves[first] = leaves[first].requires_grad_().clone()  # which may be changed in place
         args, kwargs = tree_unflatten(leaves, form)
@@ -131,10 +129,6 @@ def _own(leaf: Any) -> Any:
         return leaf if isinstance(leaf, nn.Module) else copy.deepcopy(leaf)
     except Exception:  # of any class; what cannot be copied is shared
         return leaf
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _rounds(

@@ -78,23 +78,14 @@ class Way:
 
 @dataclass
 class WaySearch:
-    """What ways are tried on.
+    """What ways are tried on."""
 
-    Attributes:
-        twin: The model without weights, as it is: converted, planned or not.
-        batch: The batch, on the CPU or the meta device.
-        static: What is there in addition to a step.
-        memory: The budget in bytes; None where there is none.
-        optimizer: As for :func:`rmm_linear.fit`.
-        is_on_cpu: Whether the model trains on a CPU.
-    """
-
-    twin: nn.Module
-    batch: Any
-    static: StaticMemory
-    memory: int | None
-    optimizer: Any
-    is_on_cpu: bool
+    twin: nn.Module  # the model without weights, as it is: converted, planned or not
+    batch: Any  # the batch, on the CPU or the meta device
+    static: StaticMemory  # what is there in addition to a step
+    memory: int | None  # the budget in bytes; None where there is none
+    optimizer: Any  # as for fit
+    is_on_cpu: bool  # whether the model trains on a CPU
 
     def __post_init__(self) -> None:
         self.notes: list[str] = []
@@ -211,7 +202,6 @@ class WaySearch:
                 return
 
     def _fitted(self) -> Way | None:
-        """Fit the exact model."""
         stage("trying: fit")
         model: Any = without_weights(self.twin)
         allow = [word for word in ALLOW if word != OFFLOAD or not self.is_on_cpu]  # a CPU's model has nowhere to go

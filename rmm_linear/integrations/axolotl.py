@@ -53,7 +53,6 @@ class RMMPlugin(BasePlugin):
     """
 
     def get_input_args(self) -> str:
-        """Name the class of the section."""
         return f"{__name__}.RMMArgs"
 
     def register(self, cfg: Any) -> None:
@@ -65,7 +64,6 @@ class RMMPlugin(BasePlugin):
                 cfg[name] = False
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[RMMCallback]:
-        """Return the callback."""
         return [RMMCallback(trainer, **read_section(cfg.rmm or {}))]
 
 

@@ -56,55 +56,29 @@ class SketchStateCallback(TrainerCallback):
         self.offload_folder: str | None = None  # of the user's own call of fit
         self._written = -1
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the state if there will be a checkpoint."""
-        super().on_step_end(args, state, control, model=model, **kwargs)
+        super().on_step_end(args, state, control, **kwargs)
         if control.should_save:
-            self._write_early(args, state, model)
+            self._write_early(args, state, kwargs.get("model"))
 
     def on_epoch_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Write the state if there will be a checkpoint."""
-        super().on_epoch_end(args, state, control, model=model, **kwargs)
+        super().on_epoch_end(args, state, control, **kwargs)
         if control.should_save:
-            self._write_early(args, state, model)
+            self._write_early(args, state, kwargs.get("model"))
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the state if there will or may be a checkpoint: whether the score is the best is not known yet."""
-        super().on_evaluate(args, state, control, model=model, **kwargs)
+        super().on_evaluate(args, state, control, **kwargs)
         if control.should_save or args.save_strategy == "best":
-            self._write_early(args, state, model)
+            self._write_early(args, state, kwargs.get("model"))
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write the state into the checkpoint."""
-        folder = _checkpoint(args, state)
+        model, folder = kwargs.get("model"), _checkpoint(args, state)
         if model is None or not state.is_world_process_zero or not folder.is_dir():
             return
         if _write(model, folder / STATE_FILE, folder / PLAN_FILE):
@@ -122,16 +96,11 @@ class SketchStateCallback(TrainerCallback):
             _write(model, _early(folder, state, STATE_FILE), _early(folder, state, PLAN_FILE))
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Restore the state if the run is resumed."""
-        super().on_train_begin(args, state, control, model=model, **kwargs)
-        self._restore(args, state, model)
+        super().on_train_begin(args, state, control, **kwargs)
+        self._restore(args, state, kwargs.get("model"))
 
     def _restore(self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module | None) -> None:
         self._written = -1

@@ -165,7 +165,8 @@ class _Examination:
             self._converted(PACKED, checkpointed="packed")
         lowest = min((now, *self.options.values()), key=lambda one: one.step)
         is_bound = self.given.optimizer is not None and self.static.in_optimizer_step >= _NEARLY * now.peak
-        cures = remedies(lowest, self.given.optimizer, self._trained()) if is_bound else []
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        cures = remedies(lowest, self.given.optimizer, trained) if is_bound else []
         findings = [
             *self._conversion(now, explanation),
             *self._checkpointing(),
@@ -323,9 +324,6 @@ class _Examination:
                 found.append(Finding("what stays", text))
         return found
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
     def _weights(self, now: StepMemory, cures: Sequence[Remedy]) -> list[Finding]:
         static = self.static
         if cures:
@@ -412,7 +410,6 @@ class _Examination:
         return "\n".join([*lines, f"print(rmm_linear.fit(model, batch, memory={budget}{state}))"])
 
     def _counted(self) -> str:
-        """Return the argument that counts the optimizer."""
         optimizer = self.given.optimizer
         if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
             return f", optimizer=torch.optim.{optimizer.__name__}"

@@ -21,7 +21,6 @@ def late_linears(model: torch.nn.Module) -> list[str]:
 
 
 def is_converted(model: torch.nn.Module) -> bool:
-    """Say whether a model has converted modules."""
     return bool(converted_modules(model))
 
 

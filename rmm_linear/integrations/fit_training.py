@@ -67,9 +67,6 @@ class FitCallback(TrainerCallback):
 
     fit: A budget, or a mapping of keyword arguments of :func:`rmm_linear.fit` and "length". around: Makes a context in
     which the model is planned. checkpointing: "replace" or "keep", where ``fit`` does not say; None is "replace".
-
-    Attributes:
-        fit_report: Of the last plan; None before the first step, and if the plan was restored.
     """
 
     def __init__(
@@ -89,6 +86,7 @@ class FitCallback(TrainerCallback):
                 )
             self.settings |= {} if checkpointing == REPLACE else {"checkpointing": checkpointing}
         self.around = around
+        # Of the last plan; None before the first step, and if the plan was restored
         self.fit_report: FitReport | None = None
         self._trainer: Any = None
         self._ranks: Processes | None = None
@@ -96,27 +94,20 @@ class FitCallback(TrainerCallback):
         self._largest: float = 0
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Look for a plan that the model has already."""
-        if model is not None:
+        if (model := kwargs.get("model")) is not None:
             self.begin(calling_trainer(self), model)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the next batch."""
         around_next_step(self._trainer, [self.run])
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the next batch."""
         around_next_step(self._trainer, [self.run])
 
     def begin(self, trainer: Any, model: nn.Module) -> None:
@@ -280,10 +271,7 @@ def _elements(model: Any, inputs: Any) -> int:
 
 
 def example_of(trainer: Any, model: nn.Module, inputs: Any) -> Any:
-    """Return how the Trainer calls the model, if it takes the loss that the model returns, else the Trainer's loss.
-
-    The two losses are alike but for rounding where a Trainer scales, or adds up once more: see :func:`is_same_loss`.
-    """
+    """Return how the Trainer calls the model, if it takes the loss that the model returns, else the Trainer's loss."""
     loss, calls = loss_call(trainer, model, inputs), list[tuple[Any, Any, Any]]()
     handle = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     try:

@@ -38,7 +38,6 @@ class SketchedLinearVariant(LoraVariant):
 
     @staticmethod
     def init(module: Any, adapter_name: str, config: SketchedLoraConfig, **kwargs: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Note the settings of an adapter."""
         if "lora_sketch_config" not in module.other_param_names:
             module.other_param_names = (*module.other_param_names, "lora_sketch_config")
             module.lora_sketch_config = {}
@@ -51,17 +50,14 @@ class SketchedLinearVariant(LoraVariant):
 
     @staticmethod
     def merge_unsafe(module: Any, active_adapter: str, orig_weight: Tensor) -> None:
-        """Add the adapter to the base layer's weight."""
         orig_weight.data += module.get_delta_weight(active_adapter)
 
     @staticmethod
     def unmerge(module: Any, active_adapter: str, orig_weight: Tensor) -> Tensor:
-        """Return the base layer's weight without the adapter."""
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
-        """Add the adapter's output to the base layer's."""
         a, b = module.lora_A[active_adapter], module.lora_B[active_adapter]
         x = module.lora_dropout[active_adapter](x)
         if module.training:  # without gradients too: reentrant checkpointing draws the same numbers again

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from rmm_linear._support.validation import check_integer
@@ -56,16 +55,11 @@ class ProbeCallback(TrainerCallback):
         self._probe: GradientProbe | None = None
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach the probe to the model, and restore the rows of a resumed run."""
         self._detach()
-        if model is None:
+        if (model := kwargs.get("model")) is None:
             return
         self._probe = GradientProbe(model, self.modules, every=None, config=self.config, draws=self.draws).__enter__()
         history: list[dict[str, Any]] = state.log_history

@@ -68,7 +68,6 @@ class RMMQuantizer(HfQuantizer):
     is_trainable = True  # pyright: ignore[reportAssignmentType]
 
     def is_serializable(self) -> bool:
-        """Say that the model can be saved."""
         return True
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

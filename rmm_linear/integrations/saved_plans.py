@@ -26,10 +26,7 @@ def plan_of(model: nn.Module) -> BlockPlan | None:
 
 
 def read_plan(path: Path, folder: str | os.PathLike[str] | None = None, *, is_own: bool = False) -> BlockPlan:
-    """Read a plan of blocks; offloaded ones write files into ``folder``, see :func:`rmm_linear.planning.load_plan`.
-
-    ``is_own`` says that this program wrote the file, so that the folder that it names may be used.
-    """
+    """Read a plan of blocks; offloaded ones write files into ``folder``, see :func:`rmm_linear.planning.load_plan`."""
     plan = load_plan(path, folder=folder)
     if not isinstance(plan, BlockPlan):
         raise ValueError(f"{path} must be a plan of blocks, as rmm_linear.fit makes it, got one of a graph.")
@@ -41,10 +38,7 @@ def read_plan(path: Path, folder: str | os.PathLike[str] | None = None, *, is_ow
 def restore_plan(
     model: nn.Module, path: Path, folder: str | os.PathLike[str] | None = None, *, is_own: bool = False
 ) -> BlockPlan:
-    """Make a model train by a saved plan. Another plan that it has is reverted, which is logged.
-
-    ``folder`` and ``is_own`` as for :func:`read_plan`; without a folder, that of the plan that the model has stays.
-    """
+    """Make a model train by a saved plan. Another plan that it has is reverted, which is logged."""
     model = unwrapped(model)
     own = plan_of(model)
     saved = read_plan(path, folder or (None if own is None else own.folder), is_own=is_own)

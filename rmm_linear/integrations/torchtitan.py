@@ -32,18 +32,12 @@ class CompressedActivations(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """Select what is compressed.
+        """Select what is compressed."""
 
-        Attributes:
-            quality: "careful", "default" or "smallest", see :meth:`rmm_linear.RMMConfig.preset`.
-            rmm: Fields of :class:`rmm_linear.RMMConfig` that differ.
-        """
-
-        quality: str = "default"
-        rmm: dict[str, Any] = field(default_factory=dict)
+        quality: str = "default"  # "careful", "default" or "smallest", see RMMConfig.preset
+        rmm: dict[str, Any] = field(default_factory=dict)  # fields of RMMConfig that differ
 
         def __post_init__(self) -> None:
-            """Check the fields."""
             RMMConfig.preset(self.quality, **self.rmm)
 
     def apply(self, model: nn.Module) -> None:

@@ -32,7 +32,6 @@ def is_trainer(one: Any) -> bool:
 
 
 def calling_trainer(callback: Any) -> Any:
-    """Find the Trainer that is calling a callback."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found: Any = frame.f_locals.get("self")
@@ -123,10 +122,7 @@ def loss_call(trainer: Any, model: torch.nn.Module, inputs: Any, count: Any = No
 
 @contextmanager
 def untraced(trainer: Any) -> Iterator[None]:
-    """Restore what a Trainer counts after the block: numbers, small tensors, and lists and dictionaries of them.
-
-    TRL's trainers add to their metrics in ``compute_loss``.
-    """
+    """Restore what a Trainer counts after the block: numbers, small tensors, and lists and dictionaries of them."""
     before = {name: (value, _copied(value, [_MOST_ENTRIES])) for name, value in vars(trainer).items()}
     try:
         yield

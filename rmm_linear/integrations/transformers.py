@@ -179,15 +179,10 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         return None if self._fitting is None else self._fitting.fit_report
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Convert if asked, print the report, attach the probe and restore the state of a resumed run."""
-        self.trainer = calling_trainer(self) if self._given is None else self._given
+        model, self.trainer = kwargs.get("model"), calling_trainer(self) if self._given is None else self._given
         self._turn_on()  # as an earlier training may have raised
         if model is not None and self.convert is not None and self.checkpointing == REPLACE:
             self._off = turn_off_checkpointing(model, args)
@@ -199,7 +194,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
                 "default would add. Pass convert=RMMConfig() to convert it, or config=... to choose what is measured."
             )
         if self._fitting is None:
-            super().on_train_begin(args, state, control, model=model, **kwargs)
+            super().on_train_begin(args, state, control, **kwargs)
         elif model is not None:
             self._restore(args, state, model)
             with self._unprobed():

@@ -21,5 +21,4 @@ class RMMConv1D(SketchedLayer, Conv1D):
         return self._linear(flat, self.weight.t(), self.bias, shape).view(*shape, self.nf)
 
     def __repr__(self) -> str:
-        """Describe the layer."""
         return f"RMMConv1D(nf={self.nf}, nx={self.nx}, {self._describe()})"

@@ -40,25 +40,16 @@ _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorc
 
 
 class ConvertedModule(nn.Module):
-    """Base class of converted modules: a configuration, and the module's place in a converted model.
+    """Base class of converted modules: a configuration, and the module's place in a converted model."""
 
-    Attributes:
-        rmm_operation: Its operation, one of :data:`rmm_linear.config.OPERATIONS`.
-        rmm_learns_rows: Whether what it saves of a row is for the gradient of the same row of its output.
-        rmm_config: How the module saves its activations.
-        rmm_context: The context of the converted model, or None for a module outside of one.
-        rmm_index: Index of the module in the converted model.
-        rmm_mask_checked: Whether a backward pass has shown that masked tokens carry no gradient.
-        rmm_took_seed: Whether the last call that was no recomputation took a seed.
-    """
-
-    rmm_operation: ClassVar[str]
+    rmm_operation: ClassVar[str]  # its operation, one of config.OPERATIONS
+    # Whether what it saves of a row is for the gradient of the same row of its output
     rmm_learns_rows: ClassVar[bool] = True
-    rmm_config: RMMConfig
-    rmm_context: ModelContext | None
-    rmm_index: int
-    rmm_mask_checked: bool
-    rmm_took_seed: bool
+    rmm_config: RMMConfig  # how the module saves its activations
+    rmm_context: ModelContext | None  # the context of the converted model, or None for a module outside of one
+    rmm_index: int  # index of the module in the converted model
+    rmm_mask_checked: bool  # whether a backward pass has shown that masked tokens carry no gradient
+    rmm_took_seed: bool  # whether the last call that was no recomputation took a seed
 
     @classmethod
     def fields_of(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -189,11 +180,7 @@ class ConvertedModule(nn.Module):
     def _note_backward(
         self, y: Tensor, mask: TokenMask | None, shape: tuple[int, ...] | None = None, *, is_pattern: bool = False
     ) -> None:
-        """Check what a backward pass shows: ``y`` is the gradient of the output, shape (N, O), and learn from it.
-
-        ``shape``: The leading dimensions of a call that saves every row, whose module may learn which have a gradient.
-        ``is_pattern``: Whether the mask is of the rows that it has learned, which every pass checks.
-        """
+        """Check what a backward pass shows: ``y`` is the gradient of the output, shape (N, O), and learn from it."""
         if is_reverted(self):
             return
         context, index = self.rmm_context, self.rmm_index
@@ -238,7 +225,6 @@ _PAIRS: dict[type, tuple[type[ConvertedModule], type[nn.Module]]] = {}
 
 @functools.cache
 def joined_class(converted: type[ConvertedModule], original: type[nn.Module]) -> type[Any]:
-    """Make the class of a converted module of another class."""
     prefix = "RMM" if issubclass(converted, nn.Linear) else "Packed"
     fields = {"__module__": converted.__module__, "rmm_is_joined": True, **converted.fields_of(original)}
     made = type(f"{prefix}{original.__name__}", (converted, original), fields)

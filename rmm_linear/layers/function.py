@@ -99,30 +99,23 @@ def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor
 
 @dataclass(eq=False)  # frozen, it would take a microsecond more
 class SavingCall:
-    """The state of one call of a module that saves a compressed activation.
+    """The state of one call of a module that saves a compressed activation."""
 
-    Attributes:
-        seed: Seed of the rounding. None where no random numbers are needed, and in compiled code, where the operator
-            draws one.
-        mask: The valid tokens, or None for all.
-        on_backward: Called with the gradient of the output, shape (N, O), and the mask, before it is used; None where
-            nothing is left to check.
-        is_exact: Whether nothing is compressed, because activation checkpointing would drop it.
-        forward_pass: Held by the node, for a recomputation; it notes that its backward pass has begun.
-        noise: Called with the noise of the code and the gradient, see :mod:`rmm_linear.context.code_noise`, in the
-            first steps.
-        answers: Of an attention, by whether there was no mask and whether it was causal: whether such masks have hidden
-            padding from every valid token so far, and the first node of the forward pass that found out.
-        hidden: What the device says of this call's mask, for the backward pass to check; None if nothing was assumed.
-    """
-
+    # Seed of the rounding. None where no random numbers are needed, and in compiled code, where the operator draws one.
     seed: int | None = None
-    mask: TokenMask | None = None
+    mask: TokenMask | None = None  # the valid tokens, or None for all
+    # Called with the gradient of the output, shape (N, O), and the mask, before it is used; None where nothing is left
+    # to check
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
-    is_exact: bool = False
+    is_exact: bool = False  # whether nothing is compressed, because activation checkpointing would drop it
+    # Held by the node, for a recomputation; it notes that its backward pass has begun
     forward_pass: ForwardPass | None = None
+    # Called with the noise of the code and the gradient, see context.code_noise, in the first steps
     noise: Callable[[Tensor, Tensor], None] | None = None
+    # Of an attention, by whether there was no mask and whether it was causal: whether such masks have hidden padding
+    # from every valid token so far, and the first node of the forward pass that found out
     answers: dict[tuple[bool, bool], tuple[bool, int | None]] = field(default_factory=dict)
+    # What the device says of this call's mask, for the backward pass to check; None if nothing was assumed
     hidden: HostRead | None = None
 
     @property
@@ -188,7 +181,6 @@ class SketchedLinearFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,) = grad_outputs
         refuse_double_backward()
         weight, order, count, *saved = ctx.saved_tensors
@@ -238,7 +230,6 @@ class UnwatchedLinearFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,), (weight, *saved) = grad_outputs, ctx.saved_tensors
         y = SavingFunction.received(ctx, grad_output, "sketched_linear")
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -263,7 +254,6 @@ class UnsavedLinearFunction(SavingFunction):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients."""
         (grad_output,) = grad_outputs
         refuse_double_backward()
         (weight,) = ctx.saved_tensors
@@ -302,31 +292,21 @@ def refuse_double_backward(name: str = "sketched_linear") -> None:
 
 @dataclass(eq=False)  # frozen, it would take a microsecond more
 class LinearCall:
-    """How one call of one layer saves its input.
+    """How one call of one layer saves its input."""
 
-    Attributes:
-        spec: How the input is saved.
-        seed: Seed of S and of the rounding. None in compiled code, where an operator draws one in every step.
-        dtype: The dtype that autocast runs the layer in, or None while it is off.
-        mask: The valid tokens, or None for all.
-        cache: Sketches that other layers made in this forward pass, or None to share nothing.
-        expected: Returns ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), or None without a prediction. Called only
-            where a sketch is made, so once for all layers that share it. None is a call without predictions.
-        on_backward: Called with Y, shape (N, O), and the mask, before the weight gradient is computed from them.
-        directions: The fixed directions of the input; None for none.
-        noise: As of :class:`SavingCall`.
-    """
-
-    spec: SaveSpec
-    seed: int | None
-    dtype: torch.dtype | None = None
-    mask: TokenMask | None = None
-    cache: SketchCache | None = None
+    spec: SaveSpec  # how the input is saved
+    seed: int | None  # Seed of S and of the rounding. None in compiled code, where an operator draws one in every step.
+    dtype: torch.dtype | None = None  # the dtype that autocast runs the layer in, or None while it is off
+    mask: TokenMask | None = None  # the valid tokens, or None for all
+    cache: SketchCache | None = None  # sketches that other layers made in this forward pass, or None to share nothing
     index: int = 0
+    # Returns ŷ, the expected norms ‖yᵢ‖, float32, shape (N,), or None without a prediction. Called only where a sketch
+    # is made, so once for all layers that share it. None is a call without predictions.
     expected: Callable[[], Tensor | None] | None = None
+    # Called with Y, shape (N, O), and the mask, before the weight gradient is computed from them
     on_backward: Callable[[Tensor, TokenMask | None], None] | None = None
-    directions: Directions | None = None
-    noise: Callable[[Tensor, Tensor], None] | None = None
+    directions: Directions | None = None  # the fixed directions of the input; None for none
+    noise: Callable[[Tensor, Tensor], None] | None = None  # as of SavingCall
 
     @property
     def index_of_rows(self) -> Tensor | None:

@@ -40,33 +40,23 @@ _PLAIN = {Tensor, nn.Parameter}
 
 
 class LinearPlan(NamedTuple):
-    """Decisions that follow from shape, element size, weight and configuration, made once for calls that are alike.
-
-    Attributes:
-        by_valid: The decisions for fewer rows than all, by their number and whether they are of a learned pattern.
-        spec: How the input is saved; None if the layer is exact.
-        is_general: Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms.
-        is_directed: Whether fixed directions may be taken out of all rows that are saved.
-        key: What is saved as a string, for the cache of sketches.
-    """
+    """Decisions that follow from shape, element size, weight and configuration, made once for calls that are alike."""
 
     decided_by: tuple[Any, ...]
-    spec: SaveSpec | None
+    spec: SaveSpec | None  # how the input is saved; None if the layer is exact
+    # Whether the short way cannot save it: nothing, all rows as they are, or rows sampled by their norms
     is_general: bool
-    key: str
-    is_directed: bool = False  # models that older versions have pickled have neither this nor the next
-    by_valid: dict[tuple[int, bool], LinearPlan] | None = None
+    key: str  # what is saved as a string, for the cache of sketches
+    is_directed: bool  # whether fixed directions may be taken out of all rows that are saved
+    # The decisions for fewer rows than all, by their number and whether they are of a learned pattern
+    by_valid: dict[tuple[int, bool], LinearPlan]
 
 
 class SketchedLayer(ConvertedModule):
-    """Base class of the sketched layers: a configuration, and the layer's place in a converted model.
-
-    Attributes:
-        rmm_estimator: Predicts the norm of every token's gradient; None without a ``norm_estimator``.
-    """
+    """Base class of the sketched layers: a configuration, and the layer's place in a converted model."""
 
     rmm_operation = "linear"
-    rmm_estimator: NormEstimator | None
+    rmm_estimator: NormEstimator | None  # predicts the norm of every token's gradient; None without a norm_estimator
     rmm_plan: LinearPlan | None  # of the last call
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
@@ -181,17 +171,16 @@ class SketchedLayer(ConvertedModule):
     ) -> LinearPlan:
         own, config = vars(self), self.rmm_config
         decided_by, known = (shape, itemsize, weight.shape, weight.requires_grad, config), own["rmm_plan"]
-        if type(known) is not LinearPlan or known.decided_by != decided_by:  # pickled models may have another
+        if known is None or known.decided_by != decided_by:
             own["rmm_plan"] = known = _decided(decided_by)
         if valid is None:
             return known
-        plans, key = known.by_valid or {}, (valid, is_pattern)
+        plans, key = known.by_valid, (valid, is_pattern)
         if key not in plans:
             plans[key] = _decided(decided_by, valid, is_pattern)
         return plans[key]
 
     def _note_rows(self, input: Tensor, spec: SaveSpec | None) -> None:
-        """Tell the context whether the input has enough rows for a sketch."""
         if self.rmm_context is None or torch.compiler.is_compiling():
             return
         tokens = input.shape[:-1].numel()

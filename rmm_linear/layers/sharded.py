@@ -89,10 +89,7 @@ def sharded_linear(
 
 
 def rows_layout(input: Any, tensors: Sequence[Any], dims: int) -> tuple[list[Any], list[Any]] | None:
-    """Return placements of the output and of the parameters' gradients; a module's rows have ``dims`` dimensions.
-
-    None for layouts that stay exact: parts of rows, summands, and parameters that are not whole on every rank.
-    """
+    """Return placements of the output and of the parameters' gradients; a module's rows have ``dims`` dimensions."""
     from torch.distributed.tensor import Partial, Replicate
 
     whole = all(is_dtensor(one) and all(place.is_replicate() for place in one.placements) for one in tensors)

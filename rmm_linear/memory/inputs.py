@@ -21,31 +21,21 @@ from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_save
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The input of one layer in one forward pass.
-
-    Attributes:
-        storage: Key of its storage in the ledger; None if autograd does not save it.
-        others: Names of other operators that save the same storage, the given layers excluded.
-    """
+    """The input of one layer in one forward pass."""
 
     tokens: int
     itemsize: int
-    storage: StorageKey | None
+    storage: StorageKey | None  # key of its storage in the ledger; None if autograd does not save it
     bytes: int
-    others: tuple[str, ...]
+    others: tuple[str, ...]  # names of other operators that save the same storage, the given layers excluded
 
 
 @dataclass(frozen=True)
 class Saver:
-    """An operator that saves a tensor for the backward pass.
+    """An operator that saves a tensor for the backward pass."""
 
-    Attributes:
-        name: Of its node in the autograd graph, such as "MulBackward0".
-        is_stand_in: Whether the node is one of this library's.
-    """
-
-    name: str
-    is_stand_in: bool
+    name: str  # of its node in the autograd graph, such as "MulBackward0"
+    is_stand_in: bool  # whether the node is one of this library's
 
     @property
     def operator(self) -> str:
@@ -68,11 +58,7 @@ def unsaved_reason(seen: LayerInput) -> str | None:
 
 
 def saved_tensors(model: nn.Module, batch: Any) -> tuple[Ledger, dict[StorageKey, list[Saver]]]:
-    """Run one forward pass in training mode and record which operators save what for backward.
-
-    ``batch`` is a mapping of keyword arguments, a sequence of arguments, one argument, or a function that runs the
-    model on one and returns its output or loss. Operators that no output depends on are not found.
-    """
+    """Run one forward pass in training mode and record which operators save what for backward."""
     return layer_inputs(model, batch, [])[1:]
 
 
@@ -138,14 +124,11 @@ def _savers(output: Any) -> dict[StorageKey, list[Saver]]:
 
 @dataclass(frozen=True)
 class LossOfBatch:
-    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does.
-
-    Attributes:
-        guesses: Operators that read numbers in simulated steps, which have none, so that they were guessed.
-    """
+    """A batch with a function that computes the loss of one like it, to be called as :func:`call_with` does."""
 
     batch: Mapping[str, Any]
     of: Callable[[Mapping[str, Any]], Any]
+    # Operators that read numbers in simulated steps, which have none, so that they were guessed
     guesses: set[str] = field(default_factory=set, compare=False)
 
     def __call__(self) -> Any:
@@ -218,11 +201,7 @@ def rows_in(batch: Any) -> int:
 
 @contextmanager
 def restored(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
-    """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be.
-
-    Modes, buffers (unless they are left out) and random number generators, Python's and NumPy's too, are restored after
-    it.
-    """
+    """Set training mode inside the block, unless it is set: then parts in eval mode are meant to be."""
     modes = {module: module.training for module in model.modules()}
     kept = [
         (module, name, buffer, buffer.detach().clone())

@@ -165,10 +165,7 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self, result: Peak, *, counts_meta: bool = False) -> None:
-        """Count into a result, which has the peak so far at any time.
-
-        ``counts_meta`` says that tensors on the meta device replace real ones and count too.
-        """
+        """Count into a result, which has the peak so far at any time."""
         super().__init__()
         self.result = result
         self.counts_meta = counts_meta
@@ -238,10 +235,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def has_bytes(leaf: Any) -> bool:
-    """Say whether something is a tensor with memory, or a fake one that represents such a tensor.
-
-    The device of a tensor decides: that of its storage is meta for fake ones too.
-    """
+    """Say whether something is a tensor with memory, or a fake one that represents such a tensor."""
     return isinstance(leaf, Tensor) and leaf.device.type != "meta"
 
 

@@ -133,7 +133,6 @@ class RelativeEstimator(NormEstimator):
     """
 
     def __init__(self, decay: float) -> None:
-        """Start without any observation."""
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {decay!r}. Use decay=1 to count all steps alike.")
         self.decay = decay

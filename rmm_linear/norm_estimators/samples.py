@@ -35,7 +35,6 @@ class IndexedDataset(Dataset[dict[str, Any]]):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:

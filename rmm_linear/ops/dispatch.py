@@ -57,20 +57,15 @@ def call(*arguments: Any, **named: Any) -> Call:
 
 @dataclass(frozen=True)
 class Case:
-    """A description from which samples of arguments are made.
-
-    Attributes:
-        taken: Which rows are valid or stored: "all" without an index, "listed" by one, "some" or "none".
-        layout: How a matrix lies in memory: "rows", or a view of a larger one: "columns", "steps" or "transposed".
-        seed: Seed of operators that draw one themselves for None.
-    """
+    """A description from which samples of arguments are made."""
 
     rows: int = 6
     columns: int = 70
     dtype: torch.dtype = torch.float32
-    taken: str = "all"
+    taken: str = "all"  # which rows are valid or stored: "all" without an index, "listed" by one, "some" or "none"
+    # How a matrix lies in memory: "rows", or a view of a larger one: "columns", "steps" or "transposed"
     layout: str = "rows"
-    seed: int | None = 7
+    seed: int | None = 7  # seed of operators that draw one themselves for None
 
     def matrix(self, number: int = 0, columns: int | None = None) -> Tensor:
         """Return normal numbers, shape (rows, columns), others for another number."""
@@ -98,7 +93,6 @@ class Case:
 
     @property
     def mask(self) -> TokenMask | None:
-        """The rows that are valid."""
         listed = torch.zeros(self.rows)
         return None if self.index is None else TokenMask.of(listed.index_fill_(0, self.index, 1))
 
@@ -108,32 +102,24 @@ Samples = Callable[[Case], Iterator[Call]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of the table.
-
-    Attributes:
-        plain: In plain PyTorch: the definition, for all dtypes and devices.
-        native: With the C library, on CPU; None uses ``plain``.
-        triton: With the Triton kernels; None uses ``plain``.
-        samples: Arguments of calls that together show what it takes.
-        native_dtypes: Floating dtypes that ``native`` takes, of the first tensor and where a dtype is an argument.
-        moved: The share of codes that may be another number in ``native`` or ``triton``, because a value on the edge of
-            a step falls to either side of it; 0 for none.
-        error: The relative error that ``native`` and ``triton`` may have in float32, by another order of sums.
-        rounds_sums: Whether every implementation rounds sums to a half type before it packs them; the kernels that make
-            a sketch and pack it do not.
-        by_row: Whether a row of what it makes follows from the same row of the tensors it is given, and from no other.
-    """
+    """A row of the table."""
 
     name: str
-    plain: Callable[..., Any]
-    native: Callable[..., Any] | None = None
-    triton: Callable[..., Any] | None = None
-    samples: Samples = lambda case: iter(())
+    plain: Callable[..., Any]  # in plain PyTorch: the definition, for all dtypes and devices
+    native: Callable[..., Any] | None = None  # with the C library, on CPU; None uses plain
+    triton: Callable[..., Any] | None = None  # with the Triton kernels; None uses plain
+    samples: Samples = lambda case: iter(())  # arguments of calls that together show what it takes
+    # Floating dtypes that native takes, of the first tensor and where a dtype is an argument
     native_dtypes: frozenset[torch.dtype] = NARROW
     triton_dtypes: frozenset[torch.dtype] = NARROW
+    # The share of codes that may be another number in native or triton, because a value on the edge of a step falls to
+    # either side of it; 0 for none
     moved: float = 0.0
-    error: float = 1e-5
+    error: float = 1e-5  # the relative error that native and triton may have in float32, by another order of sums
+    # Whether every implementation rounds sums to a half type before it packs them; the kernels that make a sketch and
+    # pack it do not
     rounds_sums: bool = True
+    # Whether a row of what it makes follows from the same row of the tensors it is given, and from no other
     by_row: bool = True
     _chosen: dict[tuple[Any, ...], Callable[..., Any]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -174,7 +160,6 @@ class Operation:
         return found
 
     def implementation(self, device: str, *dtypes: torch.dtype) -> Callable[..., Any]:
-        """Return the implementation that runs for a type of device and dtypes."""
         takes = {"native": self.native_dtypes, "triton": self.triton_dtypes}
         for backend in backends_of(device):
             found = getattr(self, backend)

@@ -138,12 +138,10 @@ def state_bytes(device: torch.device) -> int:
 
 
 def kernel_in(state: Tensor) -> SDPBackend:
-    """Return the kernel whose output a state is of."""
     return SDPBackend(int(state[-1]))
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator that dropout draws from."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 

@@ -56,23 +56,15 @@ class _Launch(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What a call does.
+    """What a call does."""
 
-    Attributes:
-        device: Of all its tensors.
-        made: Shape and dtype of every tensor that it allocates, but for those that it needs no more when it returns.
-        scratch: Bytes of these, which lie behind one another.
-        steps: What it launches and fills, in this order.
-        returned: The numbers of the tensors that it returns, among those that it allocates.
-        is_one: Whether it returns a tensor, and not a tuple.
-    """
-
-    device: torch.device
+    device: torch.device  # of all its tensors
+    # Shape and dtype of every tensor that it allocates, but for those that it needs no more when it returns
     made: list[tuple[torch.Size, torch.dtype]]
-    scratch: int
-    steps: list[_Launch | _Fill]
-    returned: list[int]
-    is_one: bool
+    scratch: int  # bytes of these, which lie behind one another
+    steps: list[_Launch | _Fill]  # what it launches and fills, in this order
+    returned: list[int]  # the numbers of the tensors that it returns, among those that it allocates
+    is_one: bool  # whether it returns a tensor, and not a tuple
 
     def repeat(self, addresses: list[int], seed: int) -> Any:
         """Do it again with tensors at other addresses, and another seed."""
@@ -109,7 +101,6 @@ class Repeated:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Know no call."""
         self.function = function
         names = [*inspect.signature(function).parameters]
         self._seed = names.index("seed") if "seed" in names else None

@@ -43,7 +43,6 @@ def sketch(
     p: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
     if kind not in KINDS or sketches.kept_rows(matrix.shape[0], rows, block) >= matrix.shape[0]:
         return plain.sketch(matrix, kind=kind, seed=written(seed), rows=rows, block=block, mask=mask, p=p, dtype=dtype)
     return _sketch(matrix, seed, SaveSpec(kind, rows, block), mask, dtype=dtype)
@@ -81,7 +80,6 @@ def _sketch(matrix: Tensor, seed: Seed, spec: SaveSpec, mask: TokenMask | None, 
 
 
 def _sample(seed: Seed, population: int, size: int, count: Tensor | None) -> Tensor:
-    """As :func:`rmm_linear.sketches.rows.sample`."""
     keys = kernels().random_keys(seed, population, count)
     return torch.topk(keys, size, largest=False, sorted=False).indices.sort().values
 
@@ -139,7 +137,6 @@ def unpack(
     *,
     rotated: bool = False,
 ) -> Tensor:
-    """Unpack as :func:`rmm_linear.packing.unpack` does."""
     if rotated:
         return packing.unpack(codes, scales, seed, bits, columns, dtype, rotated=True)
     return kernels().unpack(codes, scales, seed, bits, columns, dtype)
@@ -156,7 +153,6 @@ def pack_channels(
     *,
     out: NormCopy | None = None,
 ) -> NormCopy:
-    """Pack as :func:`rmm_linear.packing.channel_norms.pack_channels` does."""
     how = x.contiguous(), packing.check_bits(bits), seed, eps, groups, packed_shape(x.shape), mean, rstd, out
     return NormCopy(*kernels().pack_channels(*how))
 
@@ -192,7 +188,6 @@ def max_pool_backward(y: Tensor, stored: Tensor, window: Window, ceil_mode: bool
 
 
 def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:
-    """Encode as :func:`rmm_linear.packing.encode` does."""
     if not packing.is_normal(bits):
         return pack(matrix, int(bits), seed)
     if torch.version.hip is not None:  # whose registers do not hold a tile beside the rotations
@@ -203,7 +198,6 @@ def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:
 def decode(
     codes: Tensor, scales: Tensor, seed: Tensor, bits: float, columns: int, dtype: torch.dtype, *, rotated: bool = False
 ) -> Tensor:
-    """Decode as :func:`rmm_linear.packing.decode` does."""
     if rotated:
         return packing.decode(codes, scales, seed, bits, columns, dtype, rotated=True)
     run = kernels().decode_normal if packing.is_normal(bits) else kernels().unpack
@@ -216,7 +210,6 @@ _DECODED = Repeated(decode)
 def directed(
     x: Tensor, bits: float, seed: Seed, basis: Tensor, index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Encode as :func:`rmm_linear.ops.plain.directed` does."""
     return plain.directed_by(x, bits, seed, basis, index, _CODER)
 
 
@@ -324,7 +317,6 @@ def pack_gated(
     *,
     out: list[Packed | None] | None = None,
 ) -> list[Packed | None]:
-    """Pack as :func:`rmm_linear.packing.gated.pack_gated` does."""
     made = kernels().pack_gated(a, b, seeds, activation, bits, wanted, _listed(index), out)
     return [None if one is None else Packed(*one) for one in made]
 
@@ -361,7 +353,6 @@ def pack_norm(
     *,
     out: NormCopy | None = None,
 ) -> NormCopy:
-    """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
     return NormCopy(*kernels().pack_norm(x, packing.check_bits(bits), seed, eps, centered, _listed(index), out))
 
 

@@ -52,22 +52,14 @@ _BLOCK = 1 << 18  # scores that a thread has at a time on CPU: they fit into its
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """How an attention computes its output.
+    """How an attention computes its output."""
 
-    Attributes:
-        keys: Keys per sequence, Tk.
-        kv_heads: Heads of keys and values; each serves the same number of heads of queries.
-        width: Features of a head of queries and keys, d.
-        scale: Factor of the scores.
-        p: Probability of dropout.
-    """
-
-    keys: int
-    kv_heads: int
-    width: int
-    scale: float
+    keys: int  # keys per sequence, Tk
+    kv_heads: int  # heads of keys and values; each serves the same number of heads of queries
+    width: int  # features of a head of queries and keys, d
+    scale: float  # factor of the scores
     is_causal: bool = False
-    p: float = 0.0
+    p: float = 0.0  # probability of dropout
 
     @property
     def kept_scale(self) -> float:

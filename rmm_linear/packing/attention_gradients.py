@@ -34,14 +34,10 @@ def softmax_gradients(scores: Tensor, dp: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps between the products of a block.
+    """The steps between the products of a block."""
 
-    Attributes:
-        softmax_gradients: :func:`softmax_gradients`, or a faster one.
-        apply_mask: Multiplies by dropout's bits: :func:`rmm_linear.packing.masks.apply_mask`, or a faster one.
-    """
-
-    softmax_gradients: Callable[[Tensor, Tensor], None] = softmax_gradients
+    softmax_gradients: Callable[[Tensor, Tensor], None] = softmax_gradients  # softmax_gradients, or a faster one
+    # Multiplies by dropout's bits: packing.masks.apply_mask, or a faster one
     apply_mask: Callable[[Tensor, Tensor, float], Tensor] = apply_mask
 
 
@@ -265,15 +261,10 @@ def biased(mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Bias:
-    """A bias that is added to the scores in addition to the mask.
+    """A bias that is added to the scores in addition to the mask."""
 
-    Attributes:
-        values: Shape (B or 1, h or 1, Tq, Tk).
-        gradient: Its gradient is added here, float32 at least; None if it needs none.
-    """
-
-    values: Tensor
-    gradient: Tensor | None = None
+    values: Tensor  # shape (B or 1, h or 1, Tq, Tk)
+    gradient: Tensor | None = None  # its gradient is added here, float32 at least; None if it needs none
 
     def of(self, places: slice, rows: slice, columns: slice) -> Bias:
         """Return the part for some sequences, queries and keys."""
@@ -312,6 +303,5 @@ class Added:
             self.values = additive(mask, dtype)
 
     def add_gradient(self, ds: Tensor, head: slice, rows: slice) -> None:
-        """Add dS of a block to the gradient of the bias."""
         if self.bias is not None:
             self.bias.add_gradient(ds, self.mask, head, rows)

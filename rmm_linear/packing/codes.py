@@ -23,12 +23,10 @@ CODES = tuple(RELATIVE_VARIANCE)
 
 
 def is_normal(bits: float | None) -> bool:
-    """Say whether a width is that of a normal code."""
     return bits in normal.LEVELS
 
 
 def check_code(bits: float | None) -> float:
-    """Refuse a width that has no code."""
     if bits not in CODES:
         raise ValueError(f"bits must be 8, 4, 3, 2, 1.6 or 1, got {bits!r}. Use None to store the dtype itself.")
     return bits
@@ -93,12 +91,6 @@ def decode(
 
     rotated: Leave the groups rotated, of normal codes with the columns that fill up the last one;
     :func:`unrotate` undoes it later.
-
-    Example:
-        >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
-        >>> value = decode(*encode(z, 1, seed), seed, 1, 4, z.dtype)
-        >>> bool(((value - z) @ z.T).abs() < 0.1 * z.square().sum())  # but for the rounding of the scale, orthogonal
-        True
     """
     if not is_normal(bits):
         return unpack(codes, scales, seed, int(bits), columns, dtype, rotated=rotated)

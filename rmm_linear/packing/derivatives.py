@@ -48,10 +48,6 @@ def pack_derivative(
     x: Input of the function, floating point, shape (N, C). bits: 8, 4, 2 or 1; 1 for a function that is exact in one
     bit. seed: int64 with one element, which becomes NAN if x has one; not used where one bit is exact. index: Rows to
     store, int64, shape (n,); None for all.
-
-    Example:
-        >>> pack_derivative(torch.tensor([[1.0, -1.0, 2.0]]), Pointwise("relu"), 1)
-        tensor([[5]], dtype=torch.uint8)
     """
     rows, columns = len(x) if index is None else len(index), x.shape[1]
     codes = x.new_empty(rows, -(-columns * bits // 8), dtype=torch.uint8)

@@ -48,12 +48,6 @@ def pack_gated(
 
     a, b: Floating point, shape (N, C). seeds: int64, shape (2,): of p and of s. activation: One of :data:`ACTIVATIONS`.
     index: Rows to store, int64, shape (n,); None for all.
-
-    Example:
-        >>> a, seeds = torch.tensor([[-1.0, 2.0]]), torch.tensor([1, 2])
-        >>> p, s = pack_gated(a, a, seeds, "relu", 8, (True, True), None)
-        >>> p.codes.shape, s.scales.shape
-        (torch.Size([1, 2]), torch.Size([1, 1]))
     """
     rows = len(a) if index is None else len(index)
 
@@ -76,10 +70,7 @@ def pack_gated(
 def apply_gated(
     y: Tensor, seeds: Tensor, packed: list[Packed | None], bits: int, index: Tensor | None
 ) -> list[Tensor | None]:
-    """Multiply a gradient of act(a) · b, shape (N, C), by p and by s: da and db; None where one is missing.
-
-    Rows that are not stored get zeros.
-    """
+    """Multiply a gradient of act(a) · b, shape (N, C), by p and by s: da and db; None where one is missing."""
     stored = _wide(y if index is None else y.index_select(0, index))
     found: list[Tensor | None] = []
     for which, product in enumerate(packed):

@@ -16,10 +16,6 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
 
     Bit j of byte i of a row says whether its element 8·i + j is not zero. index: Rows to store, int64, (n,); None for
     all.
-
-    Example:
-        >>> pack_mask(torch.tensor([[2.0, 0.0, 2.0]]))
-        tensor([[5]], dtype=torch.uint8)
     """
     kept = (mask if index is None else mask.index_select(0, index)) != 0
     kept = torch.nn.functional.pad(kept, (0, -kept.shape[1] % _BITS)).unflatten(1, (-1, _BITS))
@@ -27,12 +23,7 @@ def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
 
 
 def apply_mask(y: Tensor, bits: Tensor, scale: float, index: Tensor | None = None) -> Tensor:
-    """Multiply the stored elements by a number and all others by zero, so that NaN and infinities arrive.
-
-    Example:
-        >>> apply_mask(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[5]], dtype=torch.uint8), 2.0)
-        tensor([[2., 0., 6.]])
-    """
+    """Multiply the stored elements by a number and all others by zero, so that NaN and infinities arrive."""
     kept = (bits.unsqueeze(-1) >> torch.arange(_BITS, device=bits.device, dtype=torch.uint8)) & 1
     factor = kept.flatten(1)[:, : y.shape[1]].to(y.dtype) * scale
     if index is None:

@@ -45,17 +45,11 @@ _WORDS = 2 * GROUP // 32
 
 @dataclass(frozen=True)
 class NormalNoise:
-    """The random numbers of a normal code, which follow from its seed.
+    """The random numbers of a normal code, which follow from its seed."""
 
-    Attributes:
-        signs: Signs of the two rotations, float32, shape (2, 128).
-        rows: a, int32, shape (rows,).
-        groups: c, int32, shape (groups,). The bits of a xor c are those of 1 + u, a float32 in [1, 2).
-    """
-
-    signs: Tensor
-    rows: Tensor
-    groups: Tensor
+    signs: Tensor  # signs of the two rotations, float32, shape (2, 128)
+    rows: Tensor  # a, int32, shape (rows,)
+    groups: Tensor  # c, int32, shape (groups,). The bits of a xor c are those of 1 + u, a float32 in [1, 2).
 
     @property
     def rotation(self) -> Tensor:
@@ -74,7 +68,6 @@ class NormalNoise:
 
 
 def groups_of(columns: int) -> int:
-    """Return the groups of a row."""
     return (columns + GROUP - 1) // GROUP
 
 

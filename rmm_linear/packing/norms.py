@@ -40,17 +40,11 @@ _MOST_NOISE = 0.25  # of the gradient, by norms of few elements
 
 
 class NormCopy(NamedTuple):
-    """The packed copy that is saved of a norm's input.
+    """The packed copy that is saved of a norm's input."""
 
-    Attributes:
-        codes: Of h, uint8, shape (n, ⌈H · bits / 8⌉).
-        scales: Of its groups, uint8, shape (n, ⌈H / 64⌉).
-        rstd: float32, shape (n,).
-    """
-
-    codes: Tensor
-    scales: Tensor
-    rstd: Tensor
+    codes: Tensor  # of h, uint8, shape (n, ⌈H · bits / 8⌉)
+    scales: Tensor  # of its groups, uint8, shape (n, ⌈H / 64⌉)
+    rstd: Tensor  # float32, shape (n,)
 
 
 def _fewest_elements(v: float) -> int:
@@ -101,11 +95,6 @@ def pack_norm(
 
     Statistics are computed in float32, of float64 in float64. seed: int64 with one element. index: The rows to save,
     int64, shape (n,); None for all.
-
-    Example:
-        >>> saved = pack_norm(torch.tensor([[1.0, 3.0]]), 2, torch.tensor([0]), eps=0.0)
-        >>> saved.rstd
-        tensor([1.])
     """
     x = wide(x if index is None else x.index_select(0, index))
     x = x - x.mean(1, keepdim=True) if centered else x

@@ -59,12 +59,7 @@ _CHUNK = 1 << 19  # elements that a CPU handles at a time: they fit into its cac
 
 
 def packed_bytes(rows: int, columns: int, bits: int) -> int:
-    """Return the bytes that :func:`pack` makes of a matrix.
-
-    Example:
-        >>> packed_bytes(10, 128, 3)
-        500
-    """
+    """Return the bytes that :func:`pack` makes of a matrix."""
     return rows * (code_bytes(columns, bits) + (columns + GROUP - 1) // GROUP)
 
 
@@ -131,12 +126,6 @@ def unpack(
 
     codes, scales: uint8, as :func:`pack` returns them. rotated: Leave the groups rotated; :func:`unrotate` undoes it
     later.
-
-    Example:
-        >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
-        >>> error = unpack(*pack(z, 2, seed), seed, 2, 4, z.dtype) - z
-        >>> bool(error.abs().max() < 1.1)  # half a step, 2 · 3 / 3 / 2, and the rounding of the scale
-        True
     """
     matrix = torch.empty(codes.shape[0], columns, dtype=dtype, device=codes.device)
     parts = unpack_parts(codes, scales, seed, bits, columns, dtype, mixed=mixed)
@@ -169,11 +158,6 @@ def rounding_variance(scales: Tensor, columns: int) -> Tensor:
     """Return the variance that packing added to every row, exactly: Σ over its elements of scale² / 12.
 
     scales: Of :func:`pack`. Returns E‖unpack(pack(z)) − z‖² per row, float64, shape (rows,).
-
-    Example:
-        >>> z, seed = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor(0)
-        >>> round(float(rounding_variance(pack(z, 2, seed)[1], 4)), 2)  # four elements, steps of 2^(9/8)
-        1.59
     """
     sizes = torch.full((scales.shape[1],), GROUP, dtype=torch.float64, device=scales.device)
     sizes[-1:] = columns - GROUP * (scales.shape[1] - 1)
@@ -181,13 +165,7 @@ def rounding_variance(scales: Tensor, columns: int) -> Tensor:
 
 
 def element_variance(scales: Tensor, columns: int) -> Tensor:
-    """Return v = scale² / 12, the variance of every element that packing added, float64, shape (rows, columns).
-
-    Example:
-        >>> scales = pack(torch.tensor([[1.0, -1.0]]), 8, torch.tensor(0))[1]
-        >>> element_variance(scales, 2).sqrt().mul(255 / 2 * 12**0.5).round(decimals=1)  # by the least that could be
-        tensor([[1.1000, 1.1000]], dtype=torch.float64)
-    """
+    """Return v = scale² / 12, the variance of every element that packing added, float64, shape (rows, columns)."""
     return (scales_of(scales).double().square() / 12).repeat_interleave(GROUP, dim=1)[:, :columns]
 
 

@@ -21,17 +21,10 @@ _FAR = 1024.0  # beyond it every derivative has reached its limit; the formulas 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A function that is applied to every element.
-
-    Attributes:
-        parameters: (α,) of "elu", (slope,) of "leaky_relu", (least, most) of "hardtanh"; () for the others.
-
-    Example:
-        >>> Pointwise("leaky_relu", (0.1,)).derivative(torch.tensor([-2.0, 3.0]))
-        tensor([0.1000, 1.0000])
-    """
+    """A function that is applied to every element."""
 
     name: str
+    # (α,) of "elu", (slope,) of "leaky_relu", (least, most) of "hardtanh"; () for the others
     parameters: tuple[float, ...] = ()
 
     def __call__(self, x: Tensor) -> Tensor:

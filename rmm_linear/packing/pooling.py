@@ -25,21 +25,13 @@ _MOST = 256  # elements of a window: positions are bytes before they are packed
 
 
 class Window(NamedTuple):
-    """The window of a pool over some dimensions.
+    """The window of a pool over some dimensions."""
 
-    Attributes:
-        size: Of the input plane.
-        kernel: Elements of the window, by dimension.
-        stride: Steps from one window to the next.
-        padding: Of the input plane, before it.
-        dilation: Steps from one element of a window to the next.
-    """
-
-    size: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
+    size: tuple[int, ...]  # of the input plane
+    kernel: tuple[int, ...]  # elements of the window, by dimension
+    stride: tuple[int, ...]  # steps from one window to the next
+    padding: tuple[int, ...]  # of the input plane, before it
+    dilation: tuple[int, ...]  # steps from one element of a window to the next
 
     @property
     def plane(self) -> Window:

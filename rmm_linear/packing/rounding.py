@@ -34,19 +34,12 @@ _SCALES = [_scale(byte) for byte in range(256)]
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """The random numbers of packing, which follow from its seed.
+    """The random numbers of packing, which follow from its seed."""
 
-    Attributes:
-        signs: Signs of the rotation, float32, shape (64,).
-        rows: a, int32, shape (rows,).
-        columns: c, int32, shape (columns,). The bits of a xor c are those of 1 + u, a float32 in [1, 2).
-        is_mixed: Whether a hash of these bits takes their place, which makes the numbers of more than two elements
-            independent.
-    """
-
-    signs: Tensor
-    rows: Tensor
-    columns: Tensor
+    signs: Tensor  # signs of the rotation, float32, shape (64,)
+    rows: Tensor  # a, int32, shape (rows,)
+    columns: Tensor  # c, int32, shape (columns,). The bits of a xor c are those of 1 + u, a float32 in [1, 2).
+    # Whether a hash of these bits takes their place, which makes the numbers of more than two elements independent
     is_mixed: bool = False
 
     @property

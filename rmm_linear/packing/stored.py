@@ -22,12 +22,7 @@ SEED: Part = ((1,), torch.int64)
 
 
 def stored_bytes(parts: Sequence[Part]) -> int:
-    """Return the bytes that parts take together, each rounded up to a multiple of 16.
-
-    Example:
-        >>> stored_bytes([((3, 5), torch.uint8), SEED])
-        32
-    """
+    """Return the bytes that parts take together, each rounded up to a multiple of 16."""
     return sum(map(_padded, parts))
 
 
@@ -37,10 +32,7 @@ def empty_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
 
 
 def blank_stored(like: Tensor, parts: Sequence[Part]) -> Tensor:
-    """Return bytes for parts, uninitialized but for zeros between them: the same seed makes the same bytes.
-
-    What follows seeds is left to :func:`rmm_linear.sketches.seeds.fresh_seeds`.
-    """
+    """Return bytes for parts, uninitialized but for zeros between them: the same seed makes the same bytes."""
     stored, place = empty_stored(like, parts), 0
     for shape, dtype in parts:
         end, place = place + math.prod(shape) * dtype.itemsize, place + _padded((shape, dtype))
@@ -60,7 +52,6 @@ def new_stored(like: Tensor, size: int, places: Iterable[int | None]) -> Tensor:
 
 
 def views(stored: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """Return the parts of stored bytes."""
     typed = {torch.uint8: stored}
     begin: int = stored.storage_offset()  # pyright: ignore[reportAssignmentType]
     found: list[Tensor] = []

@@ -10,7 +10,6 @@ from rmm_linear.planning.blocks.plan import BlockPlan
 from rmm_linear.planning.graphs.plan import GraphPlan
 
 _KINDS = {kind.FORMAT: kind for kind in (BlockPlan, GraphPlan)}
-_KINDS["rmm_linear block plan 1"] = BlockPlan  # in which a choice is one word
 
 
 def load_plan(path: str | os.PathLike[str], *, folder: str | os.PathLike[str] | None = None) -> BlockPlan | GraphPlan:

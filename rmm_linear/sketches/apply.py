@@ -34,13 +34,6 @@ def sketch(
     per block of a block-diagonal S (gaussian, rademacher, hadamard); None mixes all tokens. mask: The valid tokens; the
     others are left out of S. p: Probability of every token, by which the kinds of :data:`SAMPLERS` sample rows; see
     :func:`probabilities`.
-
-    Example:
-        >>> import torch
-        >>> m = torch.ones(8, 3)
-        >>> sketch(m, kind="rows", seed=torch.tensor(0), rows=2)
-        tensor([[2., 2., 2.],
-                [2., 2., 2.]])
     """
     tokens = matrix.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)
@@ -73,10 +66,7 @@ def sketch_parts(
     mask: TokenMask | None = None,
     generator: Generator = philox,
 ) -> Callable[[int, int], Tensor]:
-    """Return a function of ``begin`` and ``end`` that makes these rows of :func:`sketch`'s result, on CPU.
-
-    So SᵀM need never exist as a whole. The kinds of :data:`SAMPLERS` cannot do that where K < N.
-    """
+    """Return a function of ``begin`` and ``end`` that makes these rows of :func:`sketch`'s result, on CPU."""
     tokens = matrix.shape[0]
     sketch_rows = kept_rows(tokens, rows, block)
     if mask is None and sketch_rows >= tokens:

@@ -14,11 +14,7 @@ def block_rows(tokens: int, rows: int, block: int | None) -> tuple[int, int, int
 
 
 def even_blocks(tokens: int, size: int, blocks: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that every block has tokens.
-
-    count: n, int64, shape (1,). Returns the index of every block's tokens, shape (blocks, size), and which of them are
-    tokens of the block.
-    """
+    """Cut the first n tokens into ``blocks`` blocks of ⌈n / blocks⌉, so that every block has tokens."""
     place = torch.arange(size, device=count.device)
     length = (count + blocks - 1) // blocks
     index = torch.arange(blocks, device=count.device).unsqueeze(1) * length + place

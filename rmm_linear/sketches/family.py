@@ -17,29 +17,23 @@ class Family:
 
     ``count`` is None or n, int64 of shape (1,), on the matrix's device: the rows from n on are zero and are not
     tokens.
-
-    Attributes:
-        summary: One line for tables and help texts.
-        sketch: ``sketch(matrix, seed, rows, block, count, generator)`` maps a matrix of shape (N, D) to SᵀM of shape
-            (K, D). The map is linear and depends on nothing but the seed, N, ``rows``, ``block`` and ``count``.
-        variance: ``variance(x, y, rows, block, count)`` is E‖dŴ − dW‖² for x of shape (N, I) and y of shape (N, O), a
-            float64 scalar.
-        blocks: Whether the family supports ``block``.
-        local: Whether the entries of S for a token do not depend on N, as long as ``block`` is None. Then zero rows at
-            the end can be cut off without changing the result.
-        part: ``part(matrix, seed, rows, generator)`` returns a function of ``begin`` and ``end`` that makes the rows
-            begin … end − 1 of SᵀM, on CPU; None if the rows can only be made all at once.
-        reads_seed: Whether the map on CPU reads the seed as a Python number, so that ``torch.vmap`` over seeds is
-            impossible.
     """
 
     name: str
-    summary: str
+    summary: str  # one line for tables and help texts
+    # Sketch(matrix, seed, rows, block, count, generator) maps a matrix of shape (N, D) to SᵀM of shape (K, D). The map
+    # is linear and depends on nothing but the seed, N, rows, block and count.
     sketch: Callable[[Tensor, Tensor, int, int | None, Tensor | None, Generator], Tensor]
+    # Variance(x, y, rows, block, count) is E‖dŴ − dW‖² for x of shape (N, I) and y of shape (N, O), a float64 scalar
     variance: Callable[[Tensor, Tensor, int, int | None, Tensor | None], Tensor]
-    blocks: bool = False
+    blocks: bool = False  # whether the family supports block
+    # Whether the entries of S for a token do not depend on N, as long as block is None. Then zero rows at the end can
+    # be cut off without changing the result.
     local: bool = False
+    # Part(matrix, seed, rows, generator) returns a function of begin and end that makes the rows begin … end − 1 of
+    # SᵀM, on CPU; None if the rows can only be made all at once
     part: Callable[[Tensor, Tensor, int, Generator], Callable[[int, int], Tensor]] | None = None
+    # Whether the map on CPU reads the seed as a Python number, so that torch.vmap over seeds is impossible
     reads_seed: bool = False
 
 

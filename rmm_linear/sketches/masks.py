@@ -12,24 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TokenMask:
-    """The valid rows as a permutation and a count: shapes are static, and nothing is copied to the host.
+    """The valid rows as a permutation and a count: shapes are static, and nothing is copied to the host."""
 
-    Attributes:
-        order: int64, shape (N,): indices of the valid rows in ascending order, then those of the others.
-        count: int64, shape (1,): n, the number of valid rows.
-    """
-
-    order: Tensor
-    count: Tensor
+    order: Tensor  # int64, shape (N,): indices of the valid rows in ascending order, then those of the others
+    count: Tensor  # int64, shape (1,): n, the number of valid rows
 
     @classmethod
     def of(cls, mask: Tensor) -> TokenMask:
-        """Rank the rows of a mask, shape (N,), that is true or non-zero for tokens that reach the loss.
-
-        Example:
-            >>> TokenMask.of(torch.tensor([0, 1, 1, 0])).order
-            tensor([1, 2, 0, 3])
-        """
+        """Rank the rows of a mask, shape (N,), that is true or non-zero for tokens that reach the loss."""
         mask = mask.bool()
         return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1))
 

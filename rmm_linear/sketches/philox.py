@@ -34,11 +34,6 @@ def philox(seed: Tensor, offset: Tensor, stream: int = 0) -> tuple[Tensor, Tenso
 
     seed: int64 with one element, any value. It is not copied to the host. offset: Counters, int64, any shape. stream:
     Number of an independent stream under the same seed, in [0, 2**32).
-
-    Example:
-        >>> words = philox(torch.tensor(7), torch.arange(2))
-        >>> [len(words), words[0].dtype, bool((words[0] >= 0).all())]
-        [4, torch.int64, True]
     """
     if offset.device.type == "cpu" and offset.numel() > _CHUNK:
         # Hundreds of passes over a vector cost a third of the time when it stays in the cache.

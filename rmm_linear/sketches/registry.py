@@ -19,7 +19,6 @@ KINDS: tuple[str, ...] = (*FAMILIES, *SAMPLERS)
 
 
 def has_blocks(kind: str) -> bool:
-    """Say whether a kind can be block-diagonal."""
     return kind in FAMILIES and FAMILIES[kind].blocks
 
 

@@ -43,29 +43,20 @@ _CAST = 2**20  # elements of a half type whose norms are computed at once
 
 
 class RowSample(NamedTuple):
-    """Sampled rows: row k of SᵀM is ``scale[k] · M[index[k]]``.
+    """Sampled rows: row k of SᵀM is ``scale[k] · M[index[k]]``."""
 
-    Attributes:
-        index: int32, shape (K,).
-        scale: float32, shape (K,). A row with scale 0 is no token.
-    """
-
-    index: Tensor
-    scale: Tensor
+    index: Tensor  # int32, shape (K,)
+    scale: Tensor  # float32, shape (K,). A row with scale 0 is no token.
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """A kind whose S depends on the input through the probabilities of the tokens.
-
-    Attributes:
-        summary: One line for tables and help texts.
-        winners: ``winners(tails, rows)`` is c, int64 of shape (1,): how many tokens are saved unscaled. ``tails[c]`` is
-            the sum of all probabilities but the c largest.
-    """
+    """A kind whose S depends on the input through the probabilities of the tokens."""
 
     name: str
-    summary: str
+    summary: str  # one line for tables and help texts
+    # Winners(tails, rows) is c, int64 of shape (1,): how many tokens are saved unscaled. tails[c] is the sum of all
+    # probabilities but the c largest.
     winners: Callable[[Tensor, int], Tensor]
 
 
@@ -111,10 +102,6 @@ def probabilities(
 
     norms: ‖xᵢ‖, shape (N,), N ≥ 1. expected: ŷ, shape (N,); None without a prediction. mask: The n valid tokens; the
     others have probability 0.
-
-    Example:
-        >>> probabilities(torch.tensor([3.0, 1.0]), 0.5)
-        tensor([0.6250, 0.3750], dtype=torch.float64)
     """
     if not 0 < uniform_mix <= 1:
         raise ValueError(

@@ -20,12 +20,7 @@ _LIMIT = 2**63 - 1
 
 
 def mix(*parts: int) -> int:
-    """Hash integers into one signed 64-bit seed.
-
-    Example:
-        >>> mix(1, 2) == mix(1, 2), mix(1, 2) == mix(2, 1)
-        (True, False)
-    """
+    """Hash integers into one signed 64-bit seed."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -46,15 +41,10 @@ def peek_seed(rank: int | None = None) -> int:
 
 
 class Fresh(NamedTuple):
-    """Seeds that are not in their place yet: a kernel writes them as it begins, so that no launch does that alone.
+    """Seeds that are not in their place yet: a kernel writes them as it begins, so that no launch does that alone."""
 
-    Attributes:
-        place: int64, (n,), and what fills it up, which the last seed is written to.
-        values: The n seeds.
-    """
-
-    place: Tensor
-    values: tuple[int, ...]
+    place: Tensor  # int64, (n,), and what fills it up, which the last seed is written to
+    values: tuple[int, ...]  # the n seeds
 
 
 def fresh_seed(place: Tensor, seed: int | None) -> Tensor | Fresh:

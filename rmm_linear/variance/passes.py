@@ -26,10 +26,7 @@ def is_measuring() -> bool:
 
 @contextmanager
 def measuring(model: nn.Module) -> Iterator[None]:
-    """Run passes of a model in training mode, eagerly and with gradients, and leave modes and random numbers as before.
-
-    A model in training mode keeps the modes of its modules, some of which may be in eval mode.
-    """
+    """Run passes of a model in training mode, eagerly and with gradients; restore modes and random numbers."""
     modes = {module: module.training for module in model.modules()}
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     # What is compiled for training would be compiled again for the classes that modules have meanwhile.
@@ -49,16 +46,12 @@ def measuring(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Passes:
-    """Forward and backward passes of a model over one batch. The parameters' ``grad`` is not touched.
-
-    Attributes:
-        trained: Name to parameter, of those that require a gradient.
-        states: States of the random number generators by device, with which each pass over the batch begins.
-    """
+    """Forward and backward passes of a model over one batch. The parameters' ``grad`` is not touched."""
 
     model: nn.Module
     batch: Mapping[str, Any]
-    trained: dict[str, nn.Parameter] = field(init=False)
+    trained: dict[str, nn.Parameter] = field(init=False)  # name to parameter, of those that require a gradient
+    # States of the random number generators by device, with which each pass over the batch begins
     states: dict[torch.device, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,10 +71,7 @@ class Passes:
         self.states |= {device: torch.cuda.get_rng_state(device) for device in devices}
 
     def gradients(self) -> list[Tensor]:
-        """Compute the gradient of the batch, with the same random numbers of the model every time.
-
-        A parameter that has no part in the loss gets zeros.
-        """
+        """Compute the gradient of the batch, with the same random numbers of the model every time."""
         self._rewind()
         return self._gradients(self.batch)
 

@@ -231,7 +231,6 @@ def simulate_sgd_variance(
 
 
 def _groups(draws: int) -> tuple[int, int]:
-    """Return the size and the number of the groups."""
     size = min(_GROUP, max(1, draws // _GROUPS))
     return size, max(_GROUPS, -(-draws // size))
 

@@ -1,16 +1,13 @@
 """Packed attention as a function; one mask of dropout for a call, whatever runs again; modules that call PyTorch's."""
 
 import copy
-import functools
 
 import pytest
 import torch
 from attention_helpers import relative, tensors
-from cases import checkpoints
 from compile_helpers import Graphs
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rmm_linear import convert
 from rmm_linear.activations.attention import scaled_dot_product_attention
@@ -104,40 +101,6 @@ def check_mask(function):
     assert relative([dv], [output.detach().transpose(2, 3) @ y]) < NOISE_8
     assert min(float(dq.abs().max()), float(dk.abs().max())) > 0
     return [output.detach(), dq, dk, dv]
-
-
-@checkpoints
-def test_what_follows_it_in_a_checkpoint_has_its_random_numbers(reentrant):
-    """The first pass of a reentrant checkpoint saves nothing, but must draw what the second does."""
-    states = []
-
-    def dropped(q, k, v):
-        output = attention(q, k, v)
-        states.append(torch.get_rng_state())
-        return F.dropout(output, P)
-
-    checkpoint(dropped, *given(), use_reentrant=reentrant).sum().backward()
-    assert len(states) == 2
-    assert torch.equal(*states)
-
-
-def ours(op):
-    return op.namespace == "rmm_linear"
-
-
-@pytest.mark.parametrize(
-    "choose", [ours, lambda op: not ours(op), lambda op: False], ids=["ours", "all but ours", "nothing"]
-)
-def test_whatever_a_policy_saves(choose):
-    """To the bit: seed and mask are drawn from a state of the generator that checkpoints restore."""
-
-    def policy(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if choose(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    selective = functools.partial(checkpoint, attention, use_reentrant=False, context_fn=contexts)
-    found, plain = check_mask(selective), check_mask(attention)
-    assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
 
 
 def test_compiled_code_has_one_mask_and_a_new_one_in_every_step():

@@ -253,13 +253,6 @@ def test_a_copy_is_reverted_by_itself(copied):
     assert is_packed(model)
 
 
-def test_a_copy_by_the_first_version_has_the_name_that_it_wrote():
-    model = model_of("roberta")
-    converted(model)
-    model.config._attn_implementation = {"": "rmm_sdpa"}
-    assert is_packed(pickle.loads(pickle.dumps(model)))
-
-
 LOAD = """
 import pickle, sys, torch, transformers
 ids = torch.arange(3, 13)[None]

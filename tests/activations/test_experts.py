@@ -361,26 +361,6 @@ def test_adapters_of_the_weights_train():
         assert_near(gradients(model), expected)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_of_whole_layers(reentrant):
-    """The recomputed pass has the codes of the first: the gradients are those without a checkpoint."""
-    found = []
-    for recomputes in (False, True):
-        model, batch = moe_model("mixtral")
-        model.config.use_cache = False
-        convert(model, operations="experts", checkpointed="packed")
-        if recomputes:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            model.enable_input_require_grads()
-        torch.manual_seed(4)
-        for _ in range(2):  # accumulated
-            model(**batch).loss.backward()
-        found.append(gradients(model))
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
-
-
 def test_the_example_says_what_experts_save():
     model, batch = moe_model("qwen3_moe", "batched_mm")
     report = convert(model, operations="experts", example=batch)

@@ -1,7 +1,5 @@
 """Packed norms: how they are called, what else is saved, and one copy for norms that read one tensor."""
 
-import pickle
-
 import pytest
 import torch
 from compile_helpers import Graphs
@@ -31,16 +29,6 @@ def test_the_input_may_be_given_by_its_name():
         module(x, x)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         module(x[..., :5])
-
-
-def test_modules_that_were_pickled_before_there_was_fused_train():
-    """They have neither the casts nor the field of the configuration."""
-    module, x = norm(), batch()
-    vars(module).pop("rmm_casts")
-    vars(module.rmm_config).pop("fused")
-    module = pickle.loads(pickle.dumps(module))
-    module(x).square().sum().backward()
-    assert all(one.grad.any() for one in (x, *module.parameters()))
 
 
 def test_an_eps_that_changes_later_is_followed():

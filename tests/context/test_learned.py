@@ -60,6 +60,13 @@ def converted(read, **fields):
     return model, report
 
 
+def taught(read, steps=STEPS + 1):
+    model, report = converted(read)
+    for _ in range(steps):
+        run(model)
+    return model, report
+
+
 @pytest.mark.parametrize("mask", [None, mask_of()], ids=["no mask", "padding"])
 @pytest.mark.parametrize(
     ("read", "kept", "said"),
@@ -89,16 +96,12 @@ def test_rows_with_a_gradient_alone_are_saved_from_the_fourth_step_on(read, kept
 
 
 def test_a_model_that_reads_all_rows_leaves_out_none():
-    model, report = converted(all_rows)
-    for _ in range(STEPS + 2):
-        run(model)
+    _model, report = taught(all_rows, STEPS + 2)
     assert report.rows == {}
 
 
 def test_a_gradient_in_rows_that_were_not_saved_is_an_error():
-    model, report = converted(first)
-    for _ in range(STEPS + 1):
-        run(model)
+    model, report = taught(first)
     model.read = all_rows
     with pytest.raises(RuntimeError, match=r"had a gradient in the first or last rows.*mask_padding=False"):
         run(model)
@@ -109,9 +112,7 @@ def test_a_gradient_in_rows_that_were_not_saved_is_an_error():
 def test_on_a_device_it_is_an_error_after_the_next_forward_pass(monkeypatch):
     """Which need not wait for it; and all is as after an error at once."""
     monkeypatch.setattr(model_context, "waits", lambda device: True)
-    model, report = converted(first)
-    for _ in range(STEPS + 1):
-        run(model)
+    model, report = taught(first)
     model.read = all_rows
     run(model)
     with pytest.raises(RuntimeError, match=r"had a gradient in the first or last rows.*mask_padding=False"):
@@ -161,16 +162,12 @@ def test_short_texts_in_long_padding_show_no_pattern():
 
 
 def test_the_last_row_of_sequences_of_one_length_without_a_mask_is_no_pattern():
-    model, report = converted(last)
-    for _ in range(STEPS + 1):
-        run(model)
+    _model, report = taught(last)
     assert report.rows == {}
 
 
 def test_a_pass_that_was_begun_before_an_error_is_checked_too():
-    model, report = converted(first)
-    for _ in range(STEPS + 1):
-        run(model)
+    model, report = taught(first)
     model.read = all_rows
     one, other = (model(torch.randn(20, 12, 16)).square().sum() for _ in range(2))
     for loss in (one, other):
@@ -181,17 +178,13 @@ def test_a_pass_that_was_begun_before_an_error_is_checked_too():
 
 
 def test_short_sequences_after_the_decision_are_saved_whole():
-    model, report = converted(first)
-    for _ in range(STEPS + 1):
-        run(model)
+    model, report = taught(first)
     assert report.rows
     run(model, rows=40, length=1)
 
 
 def test_copies_and_pickles_know_what_was_learned():
-    model, report = converted(first)
-    for _ in range(STEPS + 1):
-        run(model)
+    model, report = taught(first)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         run(again)
         learned = again.last.rmm_context.learned

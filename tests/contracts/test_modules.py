@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import needs_triton
 from compile_helpers import Graphs
-from module_cases import MEMBERS, TOKENS, WIDTH, converted_model, exact_model
+from module_cases import MEMBERS, POINTWISE, TOKENS, WIDTH, converted_model, exact_model
 from module_steps import (
     ROWS,
     SEQUENCES,
@@ -93,11 +93,18 @@ WITHOUT = {
 }
 
 
+# Activations that differ in a table alone, and MLPs that differ in names: what the code around them does, one shows.
+ALIKE = {f"activation {name}" for name in {*POINTWISE} - {"gelu", "quick_gelu", "relu", "relu_squared"}}
+ALIKE |= {"gated qwen2", "gated mistral", "gated gemma", "gated phi3"}
+OF_FUNCTIONS = ("exact", "unbiased", "bytes", "nan", "fused", "compile")
+
+
 def members(of):
     """The modules of the table, without those that do not have a property, which are skipped with the reason."""
     for name in MEMBERS:
         reason = next((why for (begin, what), why in WITHOUT.items() if what == of and name.startswith(begin)), None)
-        yield pytest.param(name, marks=[pytest.mark.skip(reason=reason)] if reason else [], id=name)
+        marks = [pytest.mark.thorough] if name in ALIKE and of not in OF_FUNCTIONS else []
+        yield pytest.param(name, marks=[pytest.mark.skip(reason=reason)] if reason else marks, id=name)
 
 
 def every_module(of):

@@ -341,7 +341,13 @@ def test_nan_stays_in_its_row(row, setting, taken, samples):
         assert compared
 
 
-@pytest.mark.parametrize("one", [*OPERATIONS.values(), *OPERATORS.values()], ids=lambda one: f"{one.name}")
+# The samples of operators call all operations but those of directions.
+CALLED_ALONE = [
+    pytest.param(one, marks=[] if "DIRECTED" in name else [pytest.mark.thorough]) for name, one in OPERATIONS.items()
+]
+
+
+@pytest.mark.parametrize("one", [*OPERATORS.values(), *CALLED_ALONE], ids=lambda one: f"{one.name}")
 @pytest.mark.parametrize("taken", [pytest.param("all", marks=pytest.mark.thorough), "some"])
 def test_no_accelerator_is_waited_for(one, taken, samples, monkeypatch):
     """Tensors without numbers, on a device that is no CPU: what asks for one raises."""

@@ -39,6 +39,10 @@ SECONDS = 5.0  # of the CPU; the slowest file that can be read takes a third of 
 LONGEST = 3000  # characters of an error, the path included
 
 
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.thorough)])
+
+
 def network() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
 
@@ -261,17 +265,11 @@ def fuzz(name: str, folder: Path, examples: int) -> None:
     run()
 
 
+@few_or_many(10, 2000)
 @pytest.mark.filterwarnings("ignore:Possible nested set|Ignoring|Generating overly large repr")
 @pytest.mark.parametrize("name", KINDS)
-def test_a_file_changed_at_random_is_read_or_named(name, tmp_path):
-    fuzz(name, tmp_path / "it", 10)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:Possible nested set|Ignoring|Generating overly large repr")
-@pytest.mark.parametrize("name", KINDS)
-def test_a_file_changed_at_random_thousands_of_times(name, tmp_path):
-    fuzz(name, tmp_path / "it", 2000)
+def test_a_file_changed_at_random_is_read_or_named(name, examples, tmp_path):
+    fuzz(name, tmp_path / "it", examples)
 
 
 def piped(path: Path) -> None:
@@ -375,13 +373,9 @@ def forge(folder: Path, examples: int) -> None:
     run()
 
 
-def test_tensors_of_others_with_their_digest_are_read_or_named(tmp_path):
-    forge(tmp_path / "it", 10)
-
-
-@pytest.mark.thorough
-def test_thousands_of_tensors_of_others_are_read_or_named(tmp_path):
-    forge(tmp_path / "it", 2000)
+@few_or_many(10, 2000)
+def test_tensors_of_others_with_their_digest_are_read_or_named(examples, tmp_path):
+    forge(tmp_path / "it", examples)
 
 
 PIECES = ["a", ".", "[ab]", "(a|aa)", "(a|b)?", "(.*)", "(?=.*a)", "(?:ab)", "^", "$"]
@@ -432,7 +426,9 @@ def test_patterns_take_a_bounded_time_together():
     assert RMMConfig(overrides={pattern: {"bits": 8} for pattern in ACCEPTED}).overrides
 
 
-def match_in_time(examples: int) -> None:
+@few_or_many(100, 5_000)
+@pytest.mark.filterwarnings("ignore:Possible nested set")
+def test_an_accepted_pattern_takes_a_bounded_time(examples):
     @settings(max_examples=examples, deadline=None, database=None)
     @given(st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from(REPEATS)).map("".join), max_size=8).map("".join))
     def run(pattern: str) -> None:
@@ -446,14 +442,3 @@ def match_in_time(examples: int) -> None:
             assert time.process_time() - began < 1  # twenty times what the count of ways allows
 
     run()
-
-
-@pytest.mark.filterwarnings("ignore:Possible nested set")
-def test_an_accepted_pattern_takes_a_bounded_time():
-    match_in_time(100)
-
-
-@pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:Possible nested set")
-def test_many_accepted_patterns_take_a_bounded_time():
-    match_in_time(5_000)

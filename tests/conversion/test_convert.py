@@ -64,20 +64,6 @@ def test_tied_module_matches_by_its_first_name():
         convert(nn.ModuleDict({"a": shared, "b": shared}), target_modules=["b"])
 
 
-def test_an_optimizer_made_before_trains_on():
-    model, x = Mlp(), torch.randn(40, 12)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for is_converted in (False, True):
-        if is_converted:
-            convert(model, **ROUGH)
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-        assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    assert len(optimizer.state) == 4
-
-
 def test_hooks_stay_and_fire():
     model, calls = Mlp(), []
     model.register_forward_hook(lambda *_: calls.append("model"))

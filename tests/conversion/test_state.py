@@ -134,12 +134,3 @@ def test_other_estimators_and_other_layers_are_refused(tmp_path):
     state = sketch_state(model) | {"groups": [["head", "query"]]}
     with pytest.raises(ValueError, match="other groups"):
         load_sketch_state(model, state)
-
-
-def test_a_state_from_before_there_were_estimators_is_read():
-    model = Mlp()
-    convert(model, memory=0.5, min_rows=1)
-    whole = sketch_state(model)
-    layers = {name: {"bits": 2, "steps": 4, "noise": {"2": 1.0}} for name in whole["layers"]}
-    load_sketch_state(model, {"rmm_linear_version": "0.1.0", "layers": layers})
-    assert sketch_state(model) == whole

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from glue_helpers import SignalTimer, flags, results_of, same_weights, write_cola, write_pairs
+from glue_helpers import SignalTimer, flags, results_of, same_weights, write_pairs
 
 from glue_finetune import trainer, training
 from glue_finetune.__main__ import main
@@ -20,11 +20,6 @@ from rmm_linear.memory import track_saved
 STEPS = 6  # per epoch: 48 rows in batches of 8
 EPOCHS = 3
 SKETCH = {"operations": ["linear"], "kind": "gaussian", "ratio": 0.2, "num_train_epochs": EPOCHS, "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def cola(tmp_path_factory):
-    return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -121,24 +121,6 @@ def test_without_preserved_generators_gradients_are_unbiased(architecture, reent
     assert all(abs(loss - expected) <= bit for loss in losses)
 
 
-@checkpoints
-@architectures
-def test_checkpointing_changes_nothing_of_exact_sketches(architecture, reentrant):
-    """Ratio 1 on all linear layers, with dropout, whose masks must repeat."""
-    results = []
-    for enabled in (False, True):
-        model = tiny_model(architecture).train()
-        model.config.use_cache = False
-        convert(model, mask_padding=False, **EXACT)
-        if enabled:
-            enable_checkpointing(model, reentrant)
-        results.append(helpers.step(model, architecture, seed=5))
-    (loss, plain), (again, checkpointed) = results
-    assert torch.equal(loss, again)
-    for name, gradient in plain.items():
-        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", ["gradient_checkpointing_enable", "activation_checkpointing_enable"])
 def test_both_names_of_transformers_checkpointing(name):
     model = tiny_model("roberta").train()

@@ -3,19 +3,17 @@
 That a checkpoint changes nothing of one module is in contracts/test_modules.py.
 """
 
-import functools
 import warnings
 
 import pytest
 import torch
 from cases import CONFIG, ROUGH, checkpoints, preserve
-from helpers import checkpointed, gradients, seeds_of, selective, six_features
+from helpers import checkpointed, gradients, seeds_of, six_features
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.context.surroundings import in_backward
-from rmm_linear.sketches import KINDS
 
 # Invisible to everything else that is random
 
@@ -205,34 +203,3 @@ def test_an_interrupted_recomputation_is_forgotten(reentrant):
     first = seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(2)])
     torch.manual_seed(2)
     assert seeds_of(lambda: [model(six_features()).sum().backward() for _ in range(2)]) == first
-
-
-# Selective checkpointing: whatever a policy saves and runs again, Z and its S are of one draw
-
-
-def ours(op):
-    return op.namespace == "rmm_linear"
-
-
-def selected(model, choose=None):
-    """Gradients of a step; the block is in a checkpoint that saves what is chosen."""
-    x = six_features()
-    block = model.block
-    if choose is not None:
-        block = functools.partial(checkpoint, block, use_reentrant=False, context_fn=selective(choose))
-    model.zero_grad()
-    model.head(model.dropout(block(x))).square().sum().backward()
-    return {**gradients(model), "x": x.grad}
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_that_saves_the_sketch_has_the_gradients_of_a_step_without_checkpointing(kind, bits):
-    """To the bit, with dropout: Z, codes, scales, seeds and sampled rows are those of the forward pass."""
-    model = checkpointed()
-    convert(model, **{**ROUGH, "kind": kind, "bits": bits})
-    found = []
-    for choose in (None, ours):
-        torch.manual_seed(3)
-        found.append(selected(model, choose))
-    assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())

@@ -28,7 +28,6 @@ LONG = [
     *(("context", case) for case in ("linear", "experts")),
 ]
 WITH_ZERO = [(engine, case) for engine in ZERO for case in ("linear", "whole", "own code", "experts")]
-DIVIDED = "tensor", "pipeline"  # engines of which every rank computes something else of one batch
 
 
 def rows(cases):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from fault_helpers import full_disk, in_a_child, kill
-from glue_helpers import fails, flags, results_of, same_weights, write_cola
+from glue_helpers import fails, flags, results_of, same_weights
 
 from glue_finetune import compare, training
 from glue_finetune.__main__ import main
@@ -20,11 +20,6 @@ from rmm_linear.integrations.pretrained import save_conversion
 
 STEPS = 6  # per epoch
 SKETCH = {"kind": "countsketch", "memory": 0.5, "bits": "auto", "seed": 7, "disable_tqdm": "true"}
-
-
-@pytest.fixture(scope="module")
-def cola(tmp_path_factory):
-    return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from rmm_linear.sketches import KINDS, has_blocks, kept_rows, sketch
 
 VARIANTS = [(kind, None) for kind in KINDS] + [(kind, 5) for kind in KINDS if has_blocks(kind)]
 every_variant = pytest.mark.parametrize(("kind", "block"), VARIANTS)
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def draw(matrix, kind, rows, seed=0, block=None):

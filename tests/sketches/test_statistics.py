@@ -44,26 +44,19 @@ def draw(x, y, kind, rows, block, count):
     return torch.cat(parts)
 
 
-def check(kind, tokens, rows, block, count, widest):
-    x, y = heavy_tailed(tokens, INPUTS, OUTPUTS)
-    exact = y.T @ x
-    errors = draw(x, y, kind, rows, block, count) - exact
-    assert_moments(errors, exact, variance(x, y, kind=kind, rows=rows, block=block), widest=widest)
-
-
 def test_every_kind_has_a_case():
     assert {case.values[0] for case in CASES} == set(KINDS)
 
 
+@pytest.mark.parametrize(
+    ("draws", "widest"), [(2_000, 0.05), pytest.param(100_000, 0.008, marks=pytest.mark.montecarlo)]
+)
 @pytest.mark.parametrize(("kind", "tokens", "rows", "block"), CASES)
-def test_mean_and_variance(kind, tokens, rows, block):
-    check(kind, tokens, rows, block, count=2_000, widest=0.05)
-
-
-@pytest.mark.montecarlo
-@pytest.mark.parametrize(("kind", "tokens", "rows", "block"), CASES)
-def test_mean_and_variance_heavy(kind, tokens, rows, block):
-    check(kind, tokens, rows, block, count=100_000, widest=0.008)
+def test_mean_and_variance(kind, tokens, rows, block, draws, widest):
+    x, y = heavy_tailed(tokens, INPUTS, OUTPUTS)
+    exact = y.T @ x
+    errors = draw(x, y, kind, rows, block, draws) - exact
+    assert_moments(errors, exact, variance(x, y, kind=kind, rows=rows, block=block), widest=widest)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -78,7 +78,6 @@ def level() -> int:
 
 
 def function(name: str) -> Callable[..., int]:
-    """Return a function of the library."""
     return _function(name, level())
 
 
@@ -131,12 +130,10 @@ def matrix_arguments(matrix: Tensor, index: Tensor | None = None) -> tuple[int, 
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """Return a tensor's memory as an argument."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 def threads(tensor: Tensor) -> int:
-    """Return the number of threads for an operation."""
     shares = tensor.numel() // _SMALLEST_SHARE
     return min(torch.get_num_threads(), shares) if shares > 1 else 1
 
@@ -198,10 +195,7 @@ def unpack(
 
 
 def decode_normal(codes: int, scales: int, levels: int, matrix: Tensor) -> None:
-    """Write the rows of a normal code, which stay rotated.
-
-    codes, scales: Addresses. matrix: Written to; float32, bfloat16 or float16, contiguous, of whole groups of 128.
-    """
+    """Write the rows of a normal code, which stay rotated."""
     groups = matrix.numel() // 128
     function("rmm_decode_normal")(
         codes, scales, groups, levels, matrix.data_ptr(), TYPES[matrix.dtype], threads(matrix)

@@ -31,24 +31,16 @@ _SMALLEST = 2.0**-126  # smallest normal float32
 
 @dataclass(frozen=True)
 class DerivativeTable:
-    """A derivative as the C library reads it, in steps above its low end.
+    """A derivative as the C library reads it, in steps above its low end."""
 
-    Attributes:
-        knots: Of equally distant x, between which it is linear, int32: the lower half is the value, the upper half that
-            of the next one less it.
-        unit: Of both, in steps.
-        begin: x of the first knot.
-        density: Knots per unit of x.
-        end: From this x on, the derivative is ``above``.
-        below: The derivative up to ``begin``.
-    """
-
+    # Of equally distant x, between which it is linear, int32: the lower half is the value, the upper half that of the
+    # next one less it
     knots: Tensor
-    unit: float
-    begin: float
-    density: float
-    end: float
-    below: float
+    unit: float  # of both, in steps
+    begin: float  # x of the first knot
+    density: float  # knots per unit of x
+    end: float  # from this x on, the derivative is above
+    below: float  # the derivative up to begin
     above: float
 
 
@@ -159,7 +151,6 @@ def apply_derivative(
 def read_derivative(
     y: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int
 ) -> Tensor:
-    """Return dX̂ from codes at an address."""
     low, step = _range(pointwise, bits)
     low = math.nan if seed == NAN else low
     y, index = y.contiguous(), None if index is None else index.contiguous()

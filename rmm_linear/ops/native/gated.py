@@ -17,7 +17,6 @@ from rmm_linear.packing.stored import new_stored, offsets
 def pack_gated(
     a: Tensor, b: Tensor, seeds: Tensor, activation: str, bits: int, wanted: tuple[bool, bool], index: Tensor | None
 ) -> list[Packed | None]:
-    """Pack as :func:`rmm_linear.packing.gated.pack_gated` does."""
     check_bits(bits)
     rows, columns = len(a) if index is None else len(index), a.shape[1]
     packed = [Packed(*empty_packed(rows, columns, bits, a)) if needed else None for needed in wanted]

@@ -24,7 +24,6 @@ def pack_norm(
     index: Tensor | None = None,
     out: NormCopy | None = None,
 ) -> NormCopy:
-    """Pack as :func:`rmm_linear.packing.norms.pack_norm` does."""
     rows, columns = x.shape[0] if index is None else index.shape[0], x.shape[1]
     codes, scales, rstd = out or (
         *empty_packed(rows, columns, check_bits(bits), x),

@@ -17,7 +17,6 @@ from rmm_linear.packing.pooling import Window
 
 @functools.lru_cache(maxsize=1024)
 def _sizes(planes: tuple[int, int], window: Window, outputs: tuple[int, ...], is_last: bool) -> Any:
-    """Return the arguments of a pool in memory."""
     size, *how = window.plane
     numbers = *planes, *size, *(1, *outputs)[-2:], *(one for pair in how for one in pair), is_last
     return (ctypes.c_int64 * len(numbers))(*numbers)

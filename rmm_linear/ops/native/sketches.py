@@ -43,7 +43,6 @@ def sketch(
     p: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return SᵀM as :func:`rmm_linear.ops.plain.sketch` does."""
     tokens = matrix.shape[0]
     if dtype not in TYPES or matrix.dtype not in TYPES or not _is_hashed(matrix, kind, rows, mask):
         matrix, dtype = matrix if dtype is None else matrix.to(dtype), None
@@ -219,7 +218,6 @@ def unpacked_product(
 
 
 def pack(matrix: Tensor, bits: int, seed: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Pack as :func:`rmm_linear.packing.pack` does."""
     rows, columns = matrix.shape
     if matrix.dtype not in TYPES or rows * columns > _CHUNK:
         out = out or packing.empty_packed(rows, columns, packing.check_bits(bits), seed)
@@ -255,7 +253,6 @@ def _layout(rows: int, columns: int, bits: float) -> tuple[list[int], int]:
 
 
 def encode(matrix: Tensor, bits: float, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode as :func:`rmm_linear.packing.encode` does."""
     return _encode_parts(lambda begin, end: matrix[begin:end], (matrix.shape[0], matrix.shape[1]), bits, seed)
 
 
@@ -289,7 +286,6 @@ def unpack(
     *,
     rotated: bool = False,
 ) -> Tensor:
-    """Unpack as :func:`rmm_linear.packing.unpack` does."""
     unpacked = unpacked_rows(codes, scales, seed, bits, columns, dtype, rotated=rotated)
     if dtype in TYPES:
         return unpacked(0, len(codes))
@@ -303,7 +299,6 @@ def unpack(
 def decode(
     codes: Tensor, scales: Tensor, seed: Tensor, bits: float, columns: int, dtype: torch.dtype, *, rotated: bool = False
 ) -> Tensor:
-    """Decode as :func:`rmm_linear.packing.decode` does."""
     if not packing.is_normal(bits):
         return unpack(codes, scales, seed, int(bits), columns, dtype, rotated=rotated)
     matrix = _decoded(codes.contiguous(), scales.contiguous(), bits, columns, dtype)
@@ -373,7 +368,6 @@ def packed_rows(matrix: Tensor, seed: Tensor, sample: RowSample, bits: float) ->
 def directed(
     x: Tensor, bits: float, seed: Tensor, basis: Tensor, index: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Encode as :func:`rmm_linear.ops.plain.directed` does."""
     return plain.directed_by(x, bits, seed, basis, index, _coder())
 
 
@@ -391,7 +385,6 @@ def _coder() -> plain.Coder:
 
 
 def _rotate(matrix: Tensor, seed: Tensor, bits: float) -> Tensor:
-    """As :func:`rmm_linear.packing.rotate`."""
     size = NORMAL_GROUP if packing.is_normal(bits) else packing.GROUP
     counters = torch.arange((2 if packing.is_normal(bits) else 1) * size // 32, device=seed.device)
     signs = unpack_signs(native.philox(seed, counters, packing.ROUNDING_STREAM)[2]).view(-1, size).to(torch.float32)
@@ -413,7 +406,6 @@ def gather_rows(matrix: Tensor, sample: RowSample) -> Tensor:
 
 
 def _row_parts(matrix: Tensor, sample: RowSample) -> Callable[[int, int], Tensor]:
-    """As :func:`rmm_linear.ops.plain.row_parts`."""
     if matrix.dtype not in TYPES:
         return plain.row_parts(matrix, sample)
     return lambda begin, end: gather_rows(matrix, RowSample(sample.index[begin:end], sample.scale[begin:end]))

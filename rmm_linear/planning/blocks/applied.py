@@ -38,13 +38,9 @@ class Executor(Protocol):
 
 
 class AppliedBlocks(Applied):
-    """A model whose blocks train by a plan.
+    """A model whose blocks train by a plan."""
 
-    Attributes:
-        conversion: What :func:`rmm_linear.convert` reported; None where no block is converted.
-    """
-
-    conversion: Any = None
+    conversion: Any = None  # what convert reported; None where no block is converted
 
     def __init__(self, plan: BlockPlan, model: nn.Module, executors: Sequence[Executor]) -> None:
         """Attach executors; if one fails, the model is as it was."""
@@ -65,7 +61,6 @@ class AppliedBlocks(Applied):
         self._attached.insert(0, executor)
 
     def revert(self) -> None:
-        """Detach all executors."""
         if vars(self.model).get(APPLIED) is self:
             del vars(self.model)[_PLAN], vars(self.model)[APPLIED]
         while self._attached:
@@ -73,7 +68,6 @@ class AppliedBlocks(Applied):
 
 
 def offloaded(model: nn.Module) -> dict[str, Offloaded]:
-    """Return the executors of the offloaded blocks of a planned model."""
     wrapped = {name: vars(module).get("forward") for name, module in model.named_modules()}
     return {name: one for name, one in wrapped.items() if isinstance(one, Offloaded)}
 

@@ -16,11 +16,6 @@ def find_blocks(model: nn.Module) -> list[str]:
     """Name the blocks of a model in its order: repeated modules, and the other modules.
 
     A model without them has its children as blocks, and those of a plain ``nn.Sequential`` one by one.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(8, 2, 16)
-        >>> find_blocks(nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)))
-        ['0', '1.layers.0', '1.layers.1']
     """
     if _repeats(model):
         return _split("", model)
@@ -57,7 +52,6 @@ def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
 
 
 def owner_of(name: str, blocks: Iterable[str]) -> str | None:
-    """Return the block that a module belongs to."""
     return next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
 
 

@@ -222,10 +222,7 @@ def expect_steps(simulated: float, real: float) -> None:
 
 
 def by_block(events: Sequence[Event], blocks: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Divide the live bytes of a step among blocks: what remains after the forward pass, and the peak.
-
-    The peak is without what the blocks before it save.
-    """
+    """Divide the live bytes of a step among blocks: what remains after the forward pass, and the peak."""
     kept, forward, backward = by_pass(events, blocks)
     return kept, {name: max(forward[name], backward[name]) for name in blocks}
 

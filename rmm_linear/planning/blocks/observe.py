@@ -19,31 +19,17 @@ from rmm_linear.planning.step.step import has_loss, prepared
 
 @dataclass
 class Observed:
-    """A block in a forward pass.
+    """A block in a forward pass."""
 
-    Attributes:
-        storages: Bytes of the storages that it saves first, largest first.
-        flops: Operations of its matrix products, convolutions and attention.
-        attention: Of these, those of fused attention.
-        writes_input: Whether a tensor that it was given was changed in place, by it or later.
-        returns: Whether it ran again after another block had run.
-    """
-
-    storages: list[int] = field(default_factory=list)
-    flops: int = 0
-    attention: int = 0
-    writes_input: bool = False
-    returns: bool = False
+    storages: list[int] = field(default_factory=list)  # bytes of the storages that it saves first, largest first
+    flops: int = 0  # operations of its matrix products, convolutions and attention
+    attention: int = 0  # of these, those of fused attention
+    writes_input: bool = False  # whether a tensor that it was given was changed in place, by it or later
+    returns: bool = False  # whether it ran again after another block had run
 
 
 def observe(model: nn.Module, example: Any, blocks: Sequence[str]) -> tuple[dict[str, Observed], bool]:
-    """Run a forward pass and note what every block saves and does, in the order in which blocks ran.
-
-    Also say whether the model returns a loss.
-
-    Of a block that runs with gradients, the passes without do not matter, such as those of a reference model that is
-    the model without its adapters.
-    """
+    """Run a forward pass and note what every block saves and does, in the order in which blocks ran."""
     found: dict[str, Observed] = {}
     running, order, losses = list[str](), list[str](), list[bool]()
     given: list[tuple[str, Tensor, int]] = []

@@ -118,7 +118,6 @@ class Recomputations:
     """The ways in which the blocks of a model may be recomputed, and what time each adds."""
 
     def __init__(self, model: nn.Module, example: Any, costs: Costs, choices: Sequence[str]) -> None:
-        """Measure times."""
         self.model, self.costs, self.choices = model, costs, choices
         names = [block.name for block in costs.blocks]
         self.inner = {name: find_inner(model, name) for name in names}

@@ -38,32 +38,23 @@ def seconds_of(option: Option) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """The options of every block, as a value, and the plans made of them.
-
-    Attributes:
-        budget: Bytes of a step.
-        cost: The sum that the solver minimizes.
-        configure: Makes the configuration for the converted blocks of a plan.
-        folder: Of files, for offloaded blocks of a model on the CPU.
-        host: Limit of the bytes that wait in host memory or files; None is none.
-        checkpointing: Of the plans.
-        rows: Of every block, its options; if left out, blocks stay as they are.
-        peaks: Of the steps that were simulated, by the option of every block. Other examples have others.
-    """
+    """The options of every block, as a value, and the plans made of them."""
 
     model: nn.Module
     example: Any
     costs: Costs
-    budget: int
+    budget: int  # bytes of a step
     workspace: Workspace | None = None
-    cost: Cost = seconds_of
+    cost: Cost = seconds_of  # the sum that the solver minimizes
     solver: str = "rounded"
+    # Makes the configuration for the converted blocks of a plan
     configure: Callable[[Sequence[PlannedBlock]], SavedSettings | None] | None = None
-    folder: str | None = None
-    host: int | None = None
-    checkpointing: str = KEEP_CHECKPOINTS
+    folder: str | None = None  # of files, for offloaded blocks of a model on the CPU
+    host: int | None = None  # limit of the bytes that wait in host memory or files; None is none
+    checkpointing: str = KEEP_CHECKPOINTS  # of the plans
     held: Held | None = None
-    rows: Sequence[Sequence[PlannedBlock]] = ()
+    rows: Sequence[Sequence[PlannedBlock]] = ()  # of every block, its options; if left out, blocks stay as they are
+    # Of the steps that were simulated, by the option of every block. Other examples have others.
     peaks: dict[tuple[str, ...], Peak] = field(default_factory=dict)
     stands: list[bool] = field(default_factory=lambda: [True])  # empty once a step without some blocks has failed
 
@@ -74,12 +65,10 @@ class Proposals:
 
     @property
     def names(self) -> list[str]:
-        """Of the blocks."""
         return [block.name for block in self.costs.blocks]
 
     @property
     def options(self) -> list[list[Option]]:
-        """The options that the solver chooses from."""
         return [
             [Option(row.option, row.kept, row.worst, row.seconds, row.noise, row.host) for row in rows]
             for rows in self.rows
@@ -169,7 +158,6 @@ class Proposals:
         )
 
     def judge(self, chosen: Sequence[int]) -> BlockPlan:
-        """Make a plan and simulate it."""
         options = tuple(rows[index].option for rows, index in zip(self.rows, chosen, strict=True))
         if options not in self.peaks:
             stage("simulating a plan")
@@ -178,7 +166,6 @@ class Proposals:
         return self.plan(chosen, self.peaks[options])
 
     def cost_of(self, chosen: Sequence[int]) -> float:
-        """Return what a choice costs."""
         return sum(self.cost(block[index]) for block, index in zip(self.options, chosen, strict=True))
 
     def search(self, tries: int = _TRIES) -> BlockPlan | None:
@@ -210,10 +197,7 @@ class Proposals:
         return best
 
     def smallest(self) -> BlockPlan | None:
-        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all.
-
-        None if all that are known put more elsewhere than the limit.
-        """
+        """Return the plan with the lowest peak that is known: of the solver's least budget, or one choice for all."""
         stage("solving for the least memory")
         options = self.options
         tried = [choose(options, least(options, self.host), self.cost, solver=self.solver, host=self.host)]

@@ -38,7 +38,6 @@ class Results:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Save results inside of the block."""
         with _Saving(self):
             yield
         self.is_complete = True

@@ -36,10 +36,7 @@ def leave_out(model: nn.Module, rows: Sequence[tuple[str, str]]) -> dict[str, st
 def later_gradients(
     model: nn.Module, names: Sequence[str], standing: Mapping[str, str], held: Callable[[Tensor], int] | None
 ) -> dict[str, int]:
-    """Return the bytes of gradients that are there in a block's backward pass, and were not where some were left out.
-
-    ``names``: All blocks in their order. ``held``: The bytes of a parameter's gradient; None is all of them.
-    """
+    """Return the bytes of gradients in a block's backward pass that were not there where some blocks were left out."""
     count = held or (lambda parameter: parameter.numel() * parameter.itemsize)
     found, later = dict[str, int](), 0
     for name in reversed(names):

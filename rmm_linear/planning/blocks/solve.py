@@ -30,22 +30,14 @@ _TOLERANCE = 10**6  # what HiGHS takes for an integer may be off by a millionth
 
 @dataclass(frozen=True)
 class Option:
-    """A choice for a block.
-
-    Attributes:
-        kept: Bytes that remain after the block's forward pass.
-        worst: Peak in bytes of its forward, recomputation or backward pass, without what the blocks before it save.
-        seconds: Time that is added.
-        noise: Variance ratio that is added.
-        host: Bytes that wait elsewhere.
-    """
+    """A choice for a block."""
 
     name: str
-    kept: int
-    worst: int
-    seconds: float
-    noise: float = 0.0
-    host: int = 0
+    kept: int  # bytes that remain after the block's forward pass
+    worst: int  # peak in bytes of its forward, recomputation or backward pass, without what the blocks before it save
+    seconds: float  # time that is added
+    noise: float = 0.0  # variance ratio that is added
+    host: int = 0  # bytes that wait elsewhere
 
 
 Blocks = Sequence[Sequence[Option]]
@@ -67,11 +59,6 @@ def choose(
     "milp" is the optimum to a millionth, by scipy's HiGHS, or the best after 20 seconds; "rounded" that of a budget
     smaller by at most a 20,000th per block, by a dynamic program; "auto" the first where scipy is installed. Both find
     something wherever anything fits, and never exceed the budget.
-
-    Example:
-        >>> keep, again = Option("keep", 5, 6, 0.0), Option("recompute", 1, 6, 1.0)
-        >>> choose([[keep, again], [keep, again]], 8, solver="rounded")  # 1 + 6 bytes
-        [1, 0]
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}.{did_you_mean(solver, SOLVERS)}")
@@ -92,7 +79,6 @@ def choose(
 
 
 def host_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
-    """Return the bytes that wait elsewhere."""
     return sum(block[index].host for block, index in zip(options, chosen, strict=True))
 
 
@@ -120,12 +106,7 @@ def _within_host(blocks: Blocks, prices: Prices, budget: int, host: int) -> list
 
 
 def peak_of(options: Sequence[Sequence[Option]], chosen: Sequence[int]) -> int:
-    """Return the peak in any block, with what the blocks before it save.
-
-    Example:
-        >>> peak_of([[Option("keep", 5, 6, 0.0)], [Option("keep", 5, 6, 0.0)]], [0, 0])
-        11
-    """
+    """Return the peak in any block, with what the blocks before it save."""
     return max(peaks(options, chosen), default=0)
 
 

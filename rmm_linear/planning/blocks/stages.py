@@ -27,7 +27,6 @@ from rmm_linear.planning.step.workspace import Workspace
 
 
 def parameters_of_stage(model: nn.Module, shards: Shards | None) -> Iterator[tuple[str, nn.Parameter]]:
-    """Go through the parameters that a stage has, with their names."""
     if shards is None or shards.stages == 1:
         yield from model.named_parameters()
         return
@@ -39,7 +38,6 @@ def parameters_of_stage(model: nn.Module, shards: Shards | None) -> Iterator[tup
 
 
 def simulate_stage(model: nn.Module, example: Any, shards: Shards, workspace: Workspace | None = None) -> Peak:
-    """Return the peak of a stage's step, with the gradients of its weights."""
     blocks = [*observe(model, example, find_blocks(model))[0]]
     stages = _stages(model, blocks, shards)
     mine = [name for name in blocks if stages[name] == shards.stage or _is_everywhere(model, name)]
@@ -98,7 +96,6 @@ def _peak(
 
 
 def _stages(model: nn.Module, blocks: Sequence[str], shards: Shards) -> dict[str, int]:
-    """Map every block to its stage."""
     repeated = [name for name in repeated_blocks(model) if name in blocks]
     if len(repeated) < shards.stages:
         raise ValueError(

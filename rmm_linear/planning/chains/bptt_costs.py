@@ -82,7 +82,6 @@ class AllGraphs:
     """Every step is recorded when it first runs, for there are slots for all graphs."""
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
-        """See :class:`Splits`."""
         return -1
 
 
@@ -133,7 +132,6 @@ class Table:
         self.cost, self.stored_cost = costs
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
-        """See :class:`Splits`."""
         key = slots, steps, is_stored
         if key not in self._found:
             self._found[key] = self._search(*key)
@@ -182,13 +180,11 @@ class Envelope:
             self.stored_rows.append(_row(self.stored_rows[m - 1], graphs, taken, steps))
 
     def least(self, slots: int, steps: int) -> int:
-        """Return the bound."""
         if slots == 0:
             return steps * (steps + 1) // 2
         return int(_bounds(self.rows, slots, torch.tensor([steps], device="cpu")))
 
     def split(self, slots: int, steps: int, *, is_stored: bool = False) -> int:
-        """See :class:`Splits`."""
         key = slots, steps, is_stored
         if key not in self._found:
             self._found[key] = self._search(*key)
@@ -239,6 +235,5 @@ def _bounds(rows: list[list[int]], slots: int, steps: Tensor) -> Tensor:
 
 
 def _middle(found: Tensor) -> int:
-    """Return the middle one of the places that are true."""
     places = found.nonzero()
     return int(places[len(places) // 2])

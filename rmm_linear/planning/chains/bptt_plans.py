@@ -32,16 +32,12 @@ class Action(NamedTuple):
     graph, "drop" drops the state before ``step``, and "take" drops it too, when the next action is the last that begins
     there. After any other action, advance and record start from the newest saved state (possibly the end of a recorded
     step).
-
-    Attributes:
-        end: For "advance", where it ends.
-        is_kept: For "record", whether the graph waits for later steps and takes slots.
     """
 
     kind: Literal["advance", "store", "record", "backward", "drop", "take"]
     step: int
-    end: int = 0
-    is_kept: bool = False
+    end: int = 0  # for "advance", where it ends
+    is_kept: bool = False  # for "record", whether the graph waits for later steps and takes slots
 
 
 @dataclass(frozen=True, repr=False)

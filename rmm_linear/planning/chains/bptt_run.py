@@ -29,7 +29,6 @@ class Outputs:
         self.leaves: list[Any] | None = None
 
     def put(self, number: int, found: Sequence[Any]) -> None:
-        """Take the leaves of a step's output."""
         wrong = next((leaf for leaf in found if leaf is not None and not isinstance(leaf, Tensor)), None)
         if wrong is not None:
             raise TypeError(f"cell must put out tensors, or None, got {wrong!r}. Return others in the state.")
@@ -74,7 +73,6 @@ class BPTTRun:
         self.rest: Iterator[Action] | None = None
 
     def forward(self, inputs: list[Tensor], state: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Run all steps."""
         self.replayed = Replayed(modules_behind(self.step.cell), (*inputs, *state), draws=True)
         self.needs = [leaf.requires_grad for leaf in inputs]
         self.needs_state = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in state]

@@ -65,10 +65,7 @@ def module_of(cell: Any) -> nn.Module | None:
 
 @dataclass
 class RecordedCell:
-    """One step with its graph: what it read of the inputs and the state, detached, what it put out, and the new state.
-
-    All are lists of leaves, in which a leaf that is not a tensor stands as it is.
-    """
+    """One step with its graph: leaves of what it read, detached, of its output, and of the new state."""
 
     inputs: list[Any]
     state: list[Any]
@@ -77,7 +74,6 @@ class RecordedCell:
 
     @property
     def given(self) -> list[Any]:
-        """All that the step read."""
         return [*self.inputs, *self.state]
 
     @property
@@ -114,11 +110,9 @@ class Step:
         return tree_unflatten(list(leaves), self._outputs or tree_flatten(None)[1])
 
     def state_tree(self, leaves: Sequence[Any]) -> Any:
-        """Return leaves in the structure of the state."""
         return tree_unflatten(list(leaves), self.state)
 
     def record(self, x: Sequence[Any], state: Sequence[Any], needs: Sequence[bool]) -> RecordedCell:
-        """Run one step with its graph."""
         leaves = [
             leaf.detach().requires_grad_(need) if isinstance(leaf, Tensor) else leaf
             for leaf, need in zip((*x, *state), needs, strict=True)

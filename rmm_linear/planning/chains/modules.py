@@ -98,7 +98,6 @@ def _run(segment: Sequence[nn.Module], input: Any) -> Any:
 def _contexts(
     segment: Sequence[nn.Module], leaves: Sequence[Any]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a segment's forward pass and of its repetition."""
     replayed = Replayed(segment, leaves)
     return _unwritten(segment, replayed), replayed.again(replayed.seen())
 

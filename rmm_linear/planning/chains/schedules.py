@@ -16,7 +16,6 @@ from rmm_linear._support.installing import INSTALL_PLANNING
 
 
 def package() -> Any:
-    """Return the package checkpoint_schedules."""
     try:
         return importlib.import_module("checkpoint_schedules")
     except ImportError as missing:
@@ -43,12 +42,7 @@ def hierarchical(steps: int, ram: int, disk: int, write: float, read: float) -> 
 
 
 def recomputed(steps: int, slots: int) -> int:
-    """Return how many forward steps Revolve adds to the first run, in closed form (Griewank & Walther 2000).
-
-    Example:
-        >>> [recomputed(10, 3), recomputed(50, 5), recomputed(1000, 50)]
-        [15, 122, 1948]
-    """
+    """Return how many forward steps Revolve adds to the first run, in closed form (Griewank & Walther 2000)."""
     repeats = 0
     while comb(slots + repeats, slots) < steps:
         repeats += 1

@@ -26,7 +26,6 @@ _TIMED = 3  # steps whose time is measured
 def differentiable_run(
     stepper: Stepper, leaves: Sequence[Tensor], length: Length, settings: Settings, report: SweepReport
 ) -> list[Tensor]:
-    """Run a chain of at least one step with autograd."""
     schedules.package()  # says at once that it is missing
     owned = [] if stepper.module is None else [p for p in stepper.module.parameters() if p.requires_grad]
     replayed = Replayed(stepper.modules, leaves, draws=True)

@@ -25,7 +25,6 @@ class Length:
     """The number of steps: known, or found out by asking before every step."""
 
     def __init__(self, steps: int | Callable[[int, Any], Any], structure: TreeSpec) -> None:
-        """Ask nothing yet."""
         self._condition = steps if not isinstance(steps, int) else None
         self.known = steps if isinstance(steps, int) else None
         self._structure, self._asked = structure, -1
@@ -73,7 +72,6 @@ class SweepRun:
         self._ended = False
 
     def forward(self, needed: list[bool]) -> list[Tensor]:
-        """Run the chain forward."""
         self._needed = needed
         made = package()
         try:

@@ -15,22 +15,17 @@ from rmm_linear.planning.stores.folder import refuse_file
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of a sweep.
-
-    Attributes:
-        disk: States in the store under ``levels``; None otherwise.
-        costs: Time of a write and of a read under ``levels``, in forward steps; None to measure it.
-    """
+    """Arguments of a sweep."""
 
     slots: int
     store: Any
     interval: int | str
-    disk: int | None = None
+    disk: int | None = None  # states in the store under levels; None otherwise
+    # Time of a write and of a read under levels, in forward steps; None to measure it
     costs: tuple[float, float] | None = None
 
     @classmethod
     def read(cls, steps: Any, slots: Any, store: Any, interval: Any, length: Any, levels: Any) -> Settings:
-        """Check a sweep's arguments."""
         if not callable(steps) and (isinstance(steps, bool) or not isinstance(steps, int)):
             raise TypeError(
                 f"steps must be a number, or a condition steps(i, state) that says whether to go on, got {steps!r}."

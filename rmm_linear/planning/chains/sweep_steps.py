@@ -30,14 +30,12 @@ class Stepper:
     """Runs ``step``, counts, and checks what it returns."""
 
     def __init__(self, step: Step, structure: TreeSpec) -> None:
-        """Run nothing yet."""
         self.step, self.structure, self.count = step, structure, 0
         owner = getattr(step, "__self__", step)  # a method of a module, or a module
         self.module = owner if isinstance(owner, nn.Module) else None
         self.modules = modules_behind(step)
 
     def run(self, number: int, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Run one step."""
         self.count += 1
         before = versions(leaves)
         state = self.step(number, tree_unflatten(list(leaves), self.structure))
@@ -60,7 +58,6 @@ class Stepper:
             return [leaf.detach() for leaf in self.run(number, leaves)]
 
     def record(self, number: int, leaves: Sequence[Tensor], needed: Sequence[bool] | None = None) -> RecordedStep:
-        """Run one step with its graph."""
         needed = needed or [is_differentiable(leaf) for leaf in leaves]
         inputs = [leaf.detach().requires_grad_(need) for leaf, need in zip(leaves, needed, strict=True)]
         with torch.enable_grad():
@@ -88,7 +85,6 @@ def go_back(
     parameters: Sequence[Tensor],
     totals: Sequence[Tensor | None],
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Run one step backwards."""
     results = [(o, g) for o, g in zip(recorded.outputs, gradients, strict=True) if g is not None and o.requires_grad]
     with without_hooks(parameters):
         found, totals = pull_back(results, [one for one in recorded.inputs if one.requires_grad], parameters, totals)

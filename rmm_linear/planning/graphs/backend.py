@@ -50,7 +50,6 @@ class Backend:
         self.breaks = ""  # why the model is no single graph
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Plan a graph."""
         check_graph(graph)
         is_trained = any(isinstance(each, Tensor) and each.requires_grad for each in inputs)
         if not (torch.is_grad_enabled() and is_trained):

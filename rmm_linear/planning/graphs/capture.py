@@ -24,10 +24,7 @@ class _Captured(Exception):
 
 
 def capture(model: nn.Module, example: Any) -> tuple[fx.GraphModule, list[Any]]:
-    """Capture the forward pass of a training step, without its memory: the graph is not run.
-
-    What torch.compile has compiled in this process is forgotten, and compiled again when it is used.
-    """
+    """Capture the forward pass of a training step, without its memory: the graph is not run."""
     if callable(example):
         raise CaptureError("A graph is captured from a batch, got a function. Pass the batch, or use plan_blocks().")
     if needs_values(model):

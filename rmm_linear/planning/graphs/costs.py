@@ -16,58 +16,44 @@ _FLOPS, _BYTES = 40e9, 8e9
 
 @dataclass
 class GraphCosts:
-    """The nodes of a graph in the order of execution, and the storages that they make.
-
-    Attributes:
-        inputs: Fake tensors in the place of its inputs.
-        made: Storage to the node that makes it.
-        last: Storage to the last node that uses it; the number of nodes if it is an output.
-        saver: Storage to the first node that saves it for the backward pass.
-        differentiable: Storages that have a gradient.
-        saved: By node: the storages that it saves.
-        read: By node: the storages that it reads.
-        parameters: Parameter's storage to its last node and bytes.
-        touched: By node: bytes read and written.
-        random: By node: whether it draws random numbers.
-        changed: Storage to the last node that changes it in place.
-        touches: By node: the storages that it reads, makes or changes, those of inputs among them.
-        whole: Groups of nodes that must stay in one piece: they switch gradients, autocast or kernels, or change an
-            input that others see through a view.
-        groups: These, and nodes between two of which a recomputed piece must not begin: one of them changes in place
-            what another made.
-        joining: Nodes that concatenate: the gradients of what they read are parts of one storage.
-        writing: Nodes that change something in place, norms with their statistics among them.
-        written: Names of inputs that a node changes.
-        effects: Nodes that only have an effect, as those that switch autocast: none may change places with them.
-    """
+    """The nodes of a graph in the order of execution, and the storages that they make."""
 
     graph: fx.GraphModule
-    inputs: list[Any]
+    inputs: list[Any]  # fake tensors in the place of its inputs
     mode: FakeTensorMode
     nodes: list[fx.Node]
-    made: dict[int, int] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)  # storage to the node that makes it
     size: dict[int, int] = field(default_factory=dict)
+    # Storage to the last node that uses it; the number of nodes if it is an output
     last: dict[int, int] = field(default_factory=dict)
-    saver: dict[int, int] = field(default_factory=dict)
-    differentiable: set[int] = field(default_factory=set)
-    saved: list[set[int]] = field(default_factory=list)
-    read: list[set[int]] = field(default_factory=list)
+    saver: dict[int, int] = field(default_factory=dict)  # storage to the first node that saves it for the backward pass
+    differentiable: set[int] = field(default_factory=set)  # storages that have a gradient
+    saved: list[set[int]] = field(default_factory=list)  # by node: the storages that it saves
+    read: list[set[int]] = field(default_factory=list)  # by node: the storages that it reads
+    # Parameter's storage to its last node and bytes
     parameters: dict[int, tuple[int, int]] = field(default_factory=dict)
     flops: list[int] = field(default_factory=list)
-    touched: list[int] = field(default_factory=list)
-    random: list[bool] = field(default_factory=list)
-    changed: dict[int, int] = field(default_factory=dict)
+    touched: list[int] = field(default_factory=list)  # by node: bytes read and written
+    random: list[bool] = field(default_factory=list)  # by node: whether it draws random numbers
+    changed: dict[int, int] = field(default_factory=dict)  # storage to the last node that changes it in place
+    # By node: the storages that it reads, makes or changes, those of inputs among them
     touches: list[set[int]] = field(default_factory=list)
+    # Groups of nodes that must stay in one piece: they switch gradients, autocast or kernels, or change an input that
+    # others see through a view
     whole: list[set[int]] = field(default_factory=list)
+    # These, and nodes between two of which a recomputed piece must not begin: one of them changes in place what another
+    # made
     groups: list[set[int]] = field(default_factory=list)
+    # Nodes that concatenate: the gradients of what they read are parts of one storage
     joining: set[int] = field(default_factory=set)
+    # Nodes that change something in place, norms with their statistics among them
     writing: set[int] = field(default_factory=set)
-    written: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)  # names of inputs that a node changes
+    # Nodes that only have an effect, as those that switch autocast: none may change places with them
     effects: set[int] = field(default_factory=set)
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
         return len(self.nodes)
 
     @property
@@ -83,7 +69,6 @@ class GraphCosts:
         return found
 
     def reordered(self, order: Sequence[int]) -> GraphCosts:
-        """Return the costs of the same nodes in another order."""
         if all(place == node for place, node in enumerate(order)):
             return self
         place_of = {node: place for place, node in enumerate(order)}

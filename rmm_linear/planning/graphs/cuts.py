@@ -18,7 +18,6 @@ class Cuts:
     """The pieces of a graph between all pairs of its cuts."""
 
     def __init__(self, costs: GraphCosts) -> None:
-        """Measure all pieces."""
         self.cuts = [0, *_candidates(costs), costs.count]
         number = {cut: index for index, cut in enumerate(self.cuts)}
         sums = PieceCosts(costs)
@@ -29,7 +28,6 @@ class Cuts:
         self.choices = [_Choices(number, choices) for choices in found]
 
     def solve(self, budget: int) -> list[Piece] | None:
-        """Choose pieces."""
         count = len(self.cuts)
         kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite
         seconds = torch.zeros((count, _STATES), dtype=torch.float64)

@@ -45,7 +45,6 @@ class LowerSets:
     """The lower sets of a graph, and sequences of them."""
 
     def __init__(self, costs: GraphCosts, *, exact: bool = False) -> None:
-        """Find the lower sets."""
         self.count = costs.count
         self.full = (1 << costs.count) - 1
         outputs = {key for place, read in enumerate(costs.read) for key in read}
@@ -62,10 +61,7 @@ class LowerSets:
         self.steps = self._steps()
 
     def solve(self, budget: int, *, most: bool = False) -> list[int] | None:
-        """Find the lower sets with the least recomputation within bytes (results and their gradients), or the most.
-
-        The paper calls the latter memory-centric: what is forgotten early frees memory that its budget does not count.
-        """
+        """Find the lower sets with the least recomputation within bytes (results and their gradients), or the most."""
         count, last = len(self.sets), len(self.sets) - 1
         kept = torch.full((count, _STATES), torch.inf, dtype=torch.float64)  # no state, where infinite
         cached = torch.zeros((count, _STATES), dtype=torch.float64)
@@ -107,10 +103,7 @@ class LowerSets:
         return found
 
     def parts(self, stages: Sequence[int]) -> tuple[list[int], set[int]]:
-        """Say which part each node belongs to, and which parts are recomputed.
-
-        These are all but those that save everything and the last, whose recomputation frees nothing.
-        """
+        """Say which part each node belongs to, and which parts are recomputed."""
         part, recomputed = [0] * self.count, set[int]()
         for number, stage in enumerate(stages):
             kept = all(self.after[place] & ~stage for place in _bits(stage))

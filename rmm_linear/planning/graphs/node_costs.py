@@ -43,7 +43,6 @@ class NodeCost:
 
 
 def measure_nodes(model: nn.Module, example: Any) -> tuple[NodeCost, ...]:
-    """Measure the nodes of a model's graph."""
     graph, inputs = capture(model, example)
     costs = graph_costs(graph, inputs)
     with as_in_training(model), torch.no_grad():

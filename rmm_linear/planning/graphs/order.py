@@ -71,7 +71,6 @@ def order(
 
 
 def improve(costs: GraphCosts, before: Sequence[set[int]], first: list[int]) -> list[list[int]]:
-    """Look for better orders."""
     candidates = [first, *_candidates(costs, before, first)]
     candidates.sort(key=lambda each: estimate(costs, each))
     best = _moved(costs, before, candidates[0])

@@ -32,25 +32,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """The needs of a piece.
-
-    Attributes:
-        peak: Bytes at its peak, on top of what earlier pieces leave.
-        kept: Bytes that it leaves.
-        seconds: A rough time of its recomputation.
-    """
+    """The needs of a piece."""
 
     piece: Piece
-    peak: int
-    kept: int
-    seconds: float
+    peak: int  # bytes at its peak, on top of what earlier pieces leave
+    kept: int  # bytes that it leaves
+    seconds: float  # a rough time of its recomputation
 
 
 class PieceCosts:
     """The costs of pieces of a graph."""
 
     def __init__(self, costs: GraphCosts) -> None:
-        """Prepare the sums."""
         self.costs = costs
         self.seconds, self.made_by = costs.seconds, costs.made_by()
         self.crossing, self.weights = _crossing(costs), _weights(costs)
@@ -62,10 +55,7 @@ class PieceCosts:
                 self.dying[place].append(key)
 
     def beginning(self, begin: int, ends: Collection[int]) -> list[PieceCost]:
-        """Return the costs of pieces with one begin: saved, and recomputed where that is possible.
-
-        The last piece is never recomputed, which would free nothing.
-        """
+        """Return the costs of pieces with one begin: saved, and recomputed where that is possible."""
         costs, found = self.costs, list[PieceCost]()
         repeatable, stop = costs.repeatable(begin), max(ends)
         saved = waiting = bound = 0  # bytes: saved, made in the piece and not saved so far, used after it

@@ -94,7 +94,6 @@ def _in_order(costs: GraphCosts, part: Sequence[int], order: Sequence[int]) -> f
 
 
 def simulate_graph(costs: GraphCosts, run: fx.GraphModule, workspace: Workspace | None = None) -> Peak:
-    """Simulate a forward and a backward pass of a graph."""
     peak = Peak(measure="simulated live tensors")
     with costs.mode, followed(run) as place, FollowedTensors(peak, place, workspace) as live:
         graph_step(run, costs.inputs)

@@ -241,7 +241,6 @@ class GraphPlan(Plan):
 
 
 def planned_pieces(costs: GraphCosts, part: Sequence[int], recomputed: set[int]) -> list[PlannedPiece]:
-    """Describe the pieces of a plan."""
     rows, seconds = [], costs.seconds
     for number in sorted(set(part)):
         places = [place for place, one in enumerate(part) if one == number]

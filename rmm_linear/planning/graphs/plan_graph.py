@@ -79,7 +79,6 @@ def plan_captured(
     method: str,
     workspace: Workspace | None = None,
 ) -> GraphPlan:
-    """Plan a captured graph."""
     stage("measuring its nodes")
     costs = graph_costs(graph, inputs)
     stage(SIMULATING)

@@ -36,7 +36,6 @@ def graph_costs(graph: fx.GraphModule, inputs: Sequence[Any]) -> GraphCosts:
 
 
 def fake_input(mode: FakeTensorMode, each: Any) -> Any:
-    """Return a fake leaf like an input of a graph."""
     if not isinstance(each, Tensor):
         return each
     with mode:
@@ -181,7 +180,6 @@ class _Runner(fx.Interpreter):
         costs.differentiable = {key for key in costs.differentiable if costs.nodes[costs.made[key]] in needed}
 
     def _needed(self) -> set[fx.Node]:
-        """Return the storages of the outputs."""
         found, todo = set[fx.Node](), [node for node in self.costs.graph.graph.nodes if node.op == "output"]
         while todo:
             node = todo.pop()

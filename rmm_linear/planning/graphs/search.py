@@ -46,7 +46,6 @@ class Search:
         self.judged = {_key(whole.parts): plain}
 
     def propose(self, method: str, budget: int) -> None:
-        """Let a method make proposals."""
         for parts in self._proposed(method, budget):
             key = _key(parts)
             if key not in self.proposals:

@@ -27,11 +27,7 @@ class OffloadChain:
     """The state that a model's offloaded blocks share: the folder, and the order in which they ran."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        """Begin without a file.
-
-        ``folder`` is where blocks on the CPU put files, each process in a folder of its own inside of it, removed at
-        the latest when the process ends; None is for models on an accelerator.
-        """
+        """Begin without a file."""
         self.folder = None if folder is None else Path(folder)
         self.holds = True  # fake copies on the device for as long as real ones
         self._files: Files | None = None
@@ -89,7 +85,6 @@ class OffloadChain:
             at_end_of_backward(functools.partial(_end, weakref.ref(self)))
 
     def fetched(self, saved: _Saved) -> None:
-        """Note that a storage is back."""
         self._back.add(saved)
 
     def end(self) -> None:
@@ -107,11 +102,7 @@ def _end(chain: weakref.ref[OffloadChain]) -> None:
 
 
 class Offloaded(Wrapped):
-    """The forward pass of a module whose saved tensors are offloaded.
-
-    Gradients are those of the module, to the bit. Parameters and the module's buffers stay where they are, and so do
-    storages of 64 KiB and less, sparse tensors and tensor subclasses.
-    """
+    """The forward pass of a module whose saved tensors are offloaded."""
 
     copied = 0  # bytes, in the last forward pass
 
@@ -121,7 +112,6 @@ class Offloaded(Wrapped):
         self.chain = chain
 
     def attach(self) -> None:
-        """Offload what the module saves from now on."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.device.type == "cpu" and not self.chain.takes(tensor.device):
                 raise ValueError(
@@ -138,7 +128,6 @@ class Offloaded(Wrapped):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass."""
         if self.is_off or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         call = self.chain.enter()

@@ -154,7 +154,6 @@ class PinnedArena:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all segments."""
         return sum(map(len, self._segments))
 
     def take(self, size: int) -> tuple[Tensor, Callable[[], None]]:
@@ -266,7 +265,6 @@ class SizeCopy:
         self._held = _Here(content) if is_held else None
 
     def begin(self) -> _Here:
-        """Allocate."""
         held, self._held = self._held, None
         return held or _Here(torch.empty(self._size, dtype=torch.uint8, device=self._device))
 

@@ -42,7 +42,6 @@ class SavedTensor:
     """A tensor that was saved."""
 
     def unpack(self) -> Tensor:
-        """Return it as it was saved."""
         raise NotImplementedError
 
 
@@ -87,7 +86,6 @@ class Packer:
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], Saved]] = {}
 
     def __call__(self, tensor: Tensor) -> SavedTensor:
-        """Pack a tensor."""
         if not self._goes(tensor):
             return _Kept(tensor)
         storage = tensor.untyped_storage()
@@ -131,7 +129,6 @@ def pack(tensor: Tensor) -> SavedTensor:
 
 
 def unpack(packed: SavedTensor) -> Tensor:
-    """Return a tensor as it was saved."""
     return packed.unpack()
 
 

@@ -45,10 +45,7 @@ class Buffers:
         last: Buffers | None = None,
         still: Collection[int] = (),
     ) -> None:
-        """Copy the buffers of modules, parts of modules too; ``last`` gives the copies of what has not changed since.
-
-        A tensor whose id is in ``still`` has changed if its version counter says so; others are compared.
-        """
+        """Copy the buffers of modules, parts of modules too; ``last`` has copies of what has not changed since."""
         self.modules, self.held = modules, list[_Held]()
         numbers: dict[int, int] = {}
 

@@ -35,10 +35,7 @@ def accelerators(leaves: Iterable[Any]) -> list[torch.device]:
 
 
 def generator_states(devices: Sequence[torch.device], last: list[Tensor] | None = None) -> list[Tensor]:
-    """Return the states of the global generators: 5 KB for the CPU's, some bytes for the others.
-
-    If nothing has been drawn since ``last``, earlier states, these are returned, and take no memory again.
-    """
+    """Return the states of the global generators: 5 KB for the CPU's, some bytes for the others."""
     found = [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
     if last is not None and all(torch.equal(new, old) for new, old in zip(found, last, strict=True)):
         return last
@@ -64,13 +61,9 @@ def forked(devices: Sequence[torch.device]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """The random numbers and buffers that a forward pass reads, at one moment.
+    """The random numbers and buffers that a forward pass reads, at one moment."""
 
-    Attributes:
-        generators: States of the global random generators; empty where other code repeats the numbers.
-    """
-
-    generators: list[Tensor]
+    generators: list[Tensor]  # states of the global random generators; empty where other code repeats the numbers
     buffers: Buffers
 
     @property
@@ -130,11 +123,7 @@ class Replayed:
         written: Sequence[Tensor] = (),
         draws: bool = False,
     ) -> None:
-        """Look at the state before the first run.
-
-        ``arguments`` are what the modules are given, and what else must stay until the last repetition. ``draws`` says
-        that random numbers are repeated here; :func:`torch.utils.checkpoint.checkpoint` repeats them too.
-        """
+        """Look at the state before the first run."""
         self.modules = [*modules]
         self.parts, self.written = parts_of(self.modules), [*written]
         # Weak: whoever needs an argument again has it, or has it in host memory.
@@ -187,10 +176,7 @@ class Replayed:
                     )
 
     def settle(self, begin: Seen, last: Seen | None) -> bool:
-        """Note which buffers no run has changed, so that :meth:`set` leaves them; return whether some have moved.
-
-        ``begin`` is what the first run read, ``last`` the newest that :meth:`seen` has found.
-        """
+        """Note which buffers no run has changed, so that :meth:`set` leaves them; return whether some have moved."""
         believed, self._still = self._still or set(), set()
         last = last or begin
         end = self.seen(last)
@@ -240,10 +226,7 @@ class Replayed:
         return autocast_as(self.autocasts, cached=cached)
 
     def again(self, seen: Seen, *others: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
-        """Return a context in which a run repeats one, and which leaves generators and buffers as it finds them.
-
-        A graph that is retained enters it once per backward pass.
-        """
+        """Return a context in which a run repeats one, and which leaves generators and buffers as it finds them."""
 
         @contextmanager
         def entered() -> Iterator[None]:

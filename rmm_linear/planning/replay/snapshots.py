@@ -18,7 +18,6 @@ from rmm_linear.planning.stores.base import Store, StoreError, naming
 
 
 def flatten(state: Any, origin: str) -> tuple[list[Tensor], TreeSpec]:
-    """Take a state apart."""
     leaves, structure = tree_flatten(state)
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
@@ -39,21 +38,14 @@ def is_differentiable(leaf: Any) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state, with the generators and buffers that the step after it reads.
+    """A state, with the generators and buffers that the step after it reads."""
 
-    Attributes:
-        position: The step before which it was taken.
-        leaves: The state's tensors, without what a view keeps alive beyond itself; other leaves as they are.
-        strides: Strides that the tensors had: a product of a transposed matrix may round otherwise.
-        versions: Version counters of the tensors when they were taken, or None where they cannot be changed.
-        seen: Random generators and buffers, or None where they need not be set.
-    """
-
-    position: int
-    leaves: list[Any]
-    strides: list[tuple[int, ...]]
+    position: int  # the step before which it was taken
+    leaves: list[Any]  # the state's tensors, without what a view keeps alive beyond itself; other leaves as they are
+    strides: list[tuple[int, ...]]  # strides that the tensors had: a product of a transposed matrix may round otherwise
+    # Version counters of the tensors when they were taken, or None where they cannot be changed
     versions: list[int] | None
-    seen: Seen | None
+    seen: Seen | None  # random generators and buffers, or None where they need not be set
 
     @classmethod
     def of(
@@ -99,7 +91,6 @@ class StoredSnapshot:
     """A snapshot whose state is in a store, and leaves it with the snapshot, whatever happens."""
 
     def __init__(self, snapshot: Snapshot, store: Store, run: str) -> None:
-        """Put a state into a store."""
         tensors = _tensors(snapshot.leaves)
         self.position, self.seen = snapshot.position, snapshot.seen
         self._rest = replace(snapshot, seen=None).without_tensors()
@@ -117,7 +108,6 @@ class StoredSnapshot:
             raise
 
     def restored(self) -> list[Any]:
-        """Return the state from the store."""
         with naming(self.position, "read", self._key):
             tensors = self._store.get(self._key)
             kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
@@ -131,7 +121,6 @@ class StoredSnapshot:
         return self._rest.with_tensors([tensor.to(old.device) for tensor, old in there]).restored()
 
     def release(self) -> None:
-        """Drop it in the store."""
         with naming(self.position, "dropped", self._key):
             self._drop()
 

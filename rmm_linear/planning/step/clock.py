@@ -18,7 +18,6 @@ class Clock:
     """Reads the time when modules, or whatever has a name, begin and end."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Begin without spans."""
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.names = names
         self.running: list[tuple[str, Any]] = []
@@ -33,8 +32,6 @@ class Clock:
         return event
 
     def run(self, model: nn.Module, example: Any) -> dict[str, float]:
-        """Run a forward pass."""
-
         def enter(name: str) -> Callable[..., None]:
             return lambda *_: self.running.append((name, self.now()))
 

@@ -88,7 +88,6 @@ class Fakes:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of a tensor, which is kept with its own
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the fake one for a tensor that is real or on the meta device."""
         if id(tensor) not in self._known:
             self._known[id(tensor)] = tensor, self._made(tensor)
         return self._known[id(tensor)][1]

@@ -38,42 +38,27 @@ class Made:
 
 
 class Event(NamedTuple):
-    """An allocation, a release, or the beginning of a module's forward pass.
+    """An allocation, a release, or the beginning of a module's forward pass."""
 
-    Attributes:
-        now: Live bytes after it.
-        running: The innermost module that is running.
-        change: Bytes allocated; negative for a release, 0 where a module begins.
-        made: The storage; None where a module begins.
-    """
-
-    now: int
+    now: int  # live bytes after it
     pass_: str
-    running: str
-    change: int
-    made: Made | None = None
+    running: str  # the innermost module that is running
+    change: int  # bytes allocated; negative for a release, 0 where a module begins
+    made: Made | None = None  # the storage; None where a module begins
 
     @property
     def moment(self) -> str:
-        """The pass and the module."""
         return f"{self.pass_} of {self.running or 'the model'}"
 
 
 @dataclass
 class Place:
-    """The modules that a step is in.
+    """The modules that a step is in."""
 
-    Attributes:
-        modules: The modules whose forward pass is running, outermost first.
-        backward: The module whose backward pass was entered last.
-        entered: Is called when a module's forward pass begins.
-        classes: The names of the classes of all modules.
-    """
-
-    modules: list[str] = field(default_factory=list)
-    backward: str = ""
-    entered: Callable[[], None] = lambda: None
-    classes: dict[str, str] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)  # the modules whose forward pass is running, outermost first
+    backward: str = ""  # the module whose backward pass was entered last
+    entered: Callable[[], None] = lambda: None  # is called when a module's forward pass begins
+    classes: dict[str, str] = field(default_factory=dict)  # the names of the classes of all modules
 
     @property
     def now(self) -> tuple[str, str]:

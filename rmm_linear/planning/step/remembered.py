@@ -64,7 +64,6 @@ class Remembered:
     """What operators returned in one mode of fake tensors."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        """Begin without any."""
         self._mode = mode
         self._known: dict[Any, Any] = {}
 

@@ -21,10 +21,7 @@ _TABLES = (  # names of embeddings that have a row per position
 
 
 def resized(example: Any, count: int) -> Any:
-    """Make a batch of another number of sequences, by repeating those that are there.
-
-    Tensors whose first dimension is the most frequent one, or the first of such, get that many rows; others stay.
-    """
+    """Make a batch of another number of sequences, by repeating those that are there."""
     have = sequences_of(example)
 
     def resize(tensor: Tensor) -> Tensor:
@@ -56,14 +53,6 @@ def lengthened(example: Any, length: int) -> Any:
 
     Token ids, labels and masks of shape (B, T), embeddings (B, T, H) and masks (B, 1, T, T) follow the sequence;
     tensors of another length stay. Padding keeps its share. Position ids count on from where a text begins.
-
-    Raises:
-        ValueError: If no tensor has a sequence, or one cannot follow it: images, and rows in which several texts are
-            told apart by their lengths.
-
-    Example:
-        >>> lengthened({"input_ids": torch.tensor([[1, 2, 3]]), "position_ids": torch.arange(3)[None]}, 6)
-        {'input_ids': tensor([[1, 1, 2, 2, 3, 3]]), 'position_ids': tensor([[0, 1, 2, 3, 4, 5]])}
     """
     count, have = sequences_of(example), length_of(example)
 

@@ -28,17 +28,11 @@ _BACKWARD = {f"{name}_backward" for name in _FORWARD}
 
 @dataclass
 class Ring:
-    """The ring of a step.
+    """The ring of a step."""
 
-    Attributes:
-        ranks: In the ring.
-        gathers: Whether keys and values of all ranks come at once.
-        is_used: Whether attention has run in it.
-    """
-
-    ranks: int
-    gathers: bool
-    is_used: bool = False
+    ranks: int  # in the ring
+    gathers: bool  # whether keys and values of all ranks come at once
+    is_used: bool = False  # whether attention has run in it
 
     def workspace(self, func: Any, args: Any, kwargs: Any, flash: int) -> int:
         """Return the bytes of one operator; ``flash`` are those that its kernel takes. 0 for other operators."""
@@ -91,7 +85,6 @@ _ring: ContextVar[Ring | None] = ContextVar("ring", default=None)  # of the step
 
 
 def current_ring() -> Ring | None:
-    """Return the ring of the step that is simulated."""
     return _ring.get()
 
 

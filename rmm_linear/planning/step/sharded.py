@@ -41,10 +41,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Set aside what FSDP keeps between steps inside the block, gradients that accumulate among it.
-
-    A step inside of it synchronises its gradients, whatever was set before.
-    """
+    """Set aside what FSDP keeps between steps inside the block, gradients that accumulate among it."""
     states = _states(model)
     if not states:
         yield

@@ -73,10 +73,7 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_in_training(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
-    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before.
-
-    buffers: Whether they are copied meanwhile; on fake tensors, no step changes them.
-    """
+    """Run steps inside the block that leave no trace: gradients, buffers, modes and random numbers are as before."""
     with restored(model, buffers=buffers), own_gradients(model), torch.enable_grad():
         yield
 

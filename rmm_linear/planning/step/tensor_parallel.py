@@ -84,10 +84,7 @@ def _styles(model: nn.Module, shards: Shards) -> dict[str, str]:
 
 
 def _divided(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, int, str]]:
-    """Go through a layer and its adapters: what is divided, along which dimension, and the attribute with its size.
-
-    An adapter's second matrix is divided with the outputs, its first with the inputs; the other one stays whole.
-    """
+    """Go through a layer and its adapters: what is divided, along which dimension, and the attribute with its size."""
     dim, attribute = (0, "out_features") if style == _COLWISE else (1, "in_features")
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):

@@ -21,14 +21,6 @@ def without_weights(model: nn.Module) -> nn.Module:
 
     Ties, views, modes, hooks and what is frozen, quantized, converted or planned stay. Functions of others that are
     hooks are the same ones, not copies.
-
-    Raises:
-        ValueError: If something in the model cannot be copied.
-
-    Example:
-        >>> twin = without_weights(nn.Sequential(nn.Linear(4, 2)))
-        >>> twin[0].weight.shape, twin[0].weight.device.type
-        (torch.Size([2, 4]), 'meta')
     """
     inside, on_meta = {id(module) for module in model.modules()}, _OnMeta()
     memo: dict[int, Any] = {}

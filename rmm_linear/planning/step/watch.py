@@ -23,10 +23,7 @@ def watch(
     held: Held | None = None,
     per_byte: tuple[float, float] | None = None,
 ) -> tuple[Peak, FollowedTensors]:
-    """Run a step and follow its tensors; ``held`` says how many bytes of a finished gradient count, None all.
-
-    ``per_byte`` is that of :class:`FollowedTensors`, which then counts the step's work.
-    """
+    """Run a step and follow its tensors; ``held`` says how many bytes of a finished gradient count, None all."""
     peak = Peak(measure="simulated live tensors") if runs_on_fakes(model) else Peak()
 
     def hold(parameter: Tensor) -> None:

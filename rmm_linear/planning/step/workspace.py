@@ -76,7 +76,6 @@ def allocations(run: Callable[[], Any], *, is_cuda: bool = False) -> list[dict[s
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> tuple[str, Shapes]:
-    """Return the key of a call of an operator."""
     shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim())
     return func._schema.name, shapes
 

@@ -43,7 +43,6 @@ def named(error: BaseException, step: int, what: str, key: str) -> StoreError:
 
 @contextmanager
 def naming(step: int, what: str, key: str) -> Iterator[None]:
-    """Name the step and the key in errors of a store."""
     try:
         yield
     except Exception as error:

@@ -38,18 +38,12 @@ _MOST_DIMENSIONS = 64
 
 
 class FileStore:
-    """A store in a folder.
-
-    Every object has a folder of its own in it, which other processes leave alone while this one lives, and remove
-    if it was killed.
-    """
+    """A store in a folder."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Make a folder in the user's."""
         self._folder = RunFolder(Path(folder))
 
     def path(self, key: str) -> Path:
-        """Return the file of a key."""
         return self._folder.path / f"{key}.safetensors"
 
     def put(self, key: str, tensors: list[Tensor]) -> None:
@@ -70,7 +64,6 @@ class FileStore:
             raise StoreError(f"{path} cannot be written: {reason}. Make room there, or give another folder.") from error
 
     def get(self, key: str) -> list[Tensor]:
-        """Read a file and compare its digest."""
         return self.read(key, None)
 
     def read(self, key: str, into: list[Tensor] | None) -> list[Tensor]:
@@ -94,11 +87,9 @@ class FileStore:
         return tensors
 
     def drop(self, key: str) -> None:
-        """Remove a file."""
         self.path(key).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove all that this store wrote."""
         self._folder.remove()
 
 

@@ -90,7 +90,6 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _mark() -> bytes:
-    """Return the content of a lock of this host."""
     return f"rmm_linear on {socket.gethostname()}\n".encode()
 
 

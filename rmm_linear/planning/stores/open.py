@@ -19,19 +19,15 @@ class MemoryStore:
         self._kept: dict[str, list[Tensor]] = {}
 
     def put(self, key: str, tensors: list[Tensor]) -> None:
-        """Keep tensors."""
         self._kept[key] = tensors
 
     def get(self, key: str) -> list[Tensor]:
-        """Return them."""
         return self._kept[key]
 
     def drop(self, key: str) -> None:
-        """Forget them."""
         self._kept.pop(key, None)
 
     def close(self) -> None:
-        """Forget all of them."""
         self._kept.clear()
 
 

@@ -39,7 +39,6 @@ class Transfers:
     """The states of one sweep on their way to a store and back, with the seconds that the caller waited for them."""
 
     def __init__(self, store: Store, *, owned: bool) -> None:
-        """Begin nothing yet."""
         self.waited, self.count, self.bytes, self.reads = 0.0, 0, 0, 0
         self._store, self._worker = store, _Worker()
         self._run = f"sweep-{uuid.uuid4().hex[:12]}"
@@ -51,7 +50,6 @@ class Transfers:
         self._finalizer = weakref.finalize(self, _close, self._worker, store, owned, self._held, os.getpid())
 
     def put(self, number: int, tensors: list[Tensor]) -> None:
-        """Begin to store the state before a step."""
         self._finish_puts(IN_FLIGHT - 1)
         insort(self._order, number)
         self._stored[number] = [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors]
@@ -92,10 +90,7 @@ class Transfers:
             self._worker.submit(_drop, self._store, self._key(stored), self._held)
 
     def seconds(self, tensors: list[Tensor]) -> float:
-        """Measure the seconds that a state like this one takes to the store or back, whichever is longer.
-
-        Of two trials, the first of which begins the thread and makes the store ready, the shorter one counts.
-        """
+        """Measure the seconds that a state like this one takes to the store or back, whichever is longer."""
         key, devices = f"{self._run}-trial", [tensor.device for tensor in tensors]
         taken = []
         for _ in range(2):
@@ -161,10 +156,7 @@ class _Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, last: Callable[[], None], left: Sized) -> None:
-        """End the thread after what it has begun and a last job, which may begin twice if the thread is killed.
-
-        What it has not begun is left undone. This waits as long as ``left`` becomes less.
-        """
+        """End the thread after what it has begun and a last job, which may begin twice if the thread is killed."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()

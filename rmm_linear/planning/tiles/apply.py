@@ -79,14 +79,12 @@ class AppliedTiles:
     """A model whose tiles are attached, until it is reverted."""
 
     def __init__(self, model: nn.Module, tiles: Sequence[Tile]) -> None:
-        """Attach tiles."""
         self.model, self.tiles = model, list(tiles)
         for each in self.tiles:
             each.attach()
         vars(model)[TILED] = self
 
     def revert(self) -> None:
-        """Detach them."""
         if vars(self.model).get(TILED) is self:
             del vars(self.model)[TILED]
         while self.tiles:

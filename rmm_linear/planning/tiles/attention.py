@@ -27,14 +27,9 @@ _ROWS = 2**16
 
 
 class GroupedHeads(Wrapped):
-    """The forward pass of a module whose flash attention runs its backward pass by groups of heads.
-
-    Attention that PyTorch computes otherwise (with a mask, dropout, other kernels), and of few positions, runs as
-    before, and so does compiled code.
-    """
+    """The forward pass of a module whose flash attention runs its backward pass by groups of heads."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass."""
         if self.is_off or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         with _Grouping():
@@ -106,7 +101,6 @@ class FlashByHeads(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, groups: int
     ) -> Tensor:
-        """Run the forward pass as a whole."""
         if query.device.type == "cpu":
             found = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
             (output, sums), others, ctx.lengths = found, (), None

@@ -29,19 +29,12 @@ _NUMBERS = {"layer_idx", "layer_id", "layer_index", "index"}  # of a layer, whic
 
 @dataclass(frozen=True)
 class FoundTile:
-    """A module, or a method of it, that can run in slices.
+    """A module, or a method of it, that can run in slices."""
 
-    Attributes:
-        name: Of the module.
-        method: What runs in slices.
-        parts: Names of the children that a method other than ``forward`` runs; None for all.
-        kind: "norm", "experts", or how many linear layers are inside.
-    """
-
-    name: str
-    method: str = "forward"
-    parts: tuple[str, ...] | None = None
-    kind: str = ""
+    name: str  # of the module
+    method: str = "forward"  # what runs in slices
+    parts: tuple[str, ...] | None = None  # names of the children that a method other than forward runs; None for all
+    kind: str = ""  # "norm", "experts", or how many linear layers are inside
 
     @property
     def label(self) -> str:
@@ -51,14 +44,10 @@ class FoundTile:
 
 @dataclass
 class FoundTiles:
-    """What :func:`find_tiles` has found.
+    """What :func:`find_tiles` has found."""
 
-    Attributes:
-        tiles: In the model's order.
-        refused: By its name, why a module whose code runs linear layers cannot run in slices.
-    """
-
-    tiles: list[FoundTile] = field(default_factory=list)
+    tiles: list[FoundTile] = field(default_factory=list)  # in the model's order
+    # By its name, why a module whose code runs linear layers cannot run in slices
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -71,18 +60,6 @@ def find_tiles(module: nn.Module) -> FoundTiles:
 
     The module stays as it is, and so do random generators. Modules without values, or with sharded ones, are judged by
     their operators, of which some are unknown: more is refused then.
-
-    Args:
-        module: A model, or one of its blocks; on the meta device too.
-
-    Returns:
-        The modules and methods, and the reasons why others were refused.
-
-    Example:
-        >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        >>> found = find_tiles(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": mlp, "mix": nn.Conv1d(8, 8, 3)}))
-        >>> [(tile.name, tile.kind) for tile in found.tiles], found.refused
-        ([('norm', 'norm'), ('mlp', '2 linear layers')], {})
     """
     found = _Search(FoundTiles())
     tiles = found.visit("", module).tiles

@@ -37,28 +37,18 @@ _FREED += "first backward pass."
 
 @dataclass(eq=False)
 class TileCall:
-    """One call of a function that runs in slices.
+    """One call of a function that runs in slices."""
 
-    Attributes:
-        run: Takes a slice of every stream, and the other tensors.
-        cut: The slices.
-        streams: How many of the tensors are streams; the others follow.
-        others: How many these are; the trained parameters follow.
-        replayed: Runs the function again as it ran; None where it runs once.
-        name: Of the module, for errors.
-        sampled: Saves what slices that a simulated step leaves out would save; only for :class:`CodedTile`.
-        structure: Of what the function returns, known after the first slice.
-        rest: For every leaf of it, whether it is a tensor, and what it is if it is none.
-    """
-
-    run: Callable[[Sequence[Tensor]], Any]
-    cut: RowSlices
-    streams: int
-    others: int
-    replayed: Replayed | None
-    name: str
+    run: Callable[[Sequence[Tensor]], Any]  # takes a slice of every stream, and the other tensors
+    cut: RowSlices  # the slices
+    streams: int  # how many of the tensors are streams; the others follow
+    others: int  # how many these are; the trained parameters follow
+    replayed: Replayed | None  # runs the function again as it ran; None where it runs once
+    name: str  # of the module, for errors
+    # Saves what slices that a simulated step leaves out would save; only for CodedTile
     sampled: SampledSlices | None = None
-    structure: Any = None
+    structure: Any = None  # of what the function returns, known after the first slice
+    # For every leaf of it, whether it is a tensor, and what it is if it is none
     rest: list[tuple[bool, Any]] = field(default_factory=list)
 
     def outputs(
@@ -230,7 +220,6 @@ class CodedTile(_TileFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Run the backward pass of every slice."""
         is_kept = _keeps_graph()
 
         def slices() -> Iterator[tuple[list[GradientEdge | None], list[Any]]]:
@@ -253,10 +242,7 @@ class CodedTile(_TileFunction):
 
 
 class _Entry(torch.autograd.Function):
-    """Begins the graph of a slice at a node that does not hold the slice, as a leaf would.
-
-    Nor do hooks of modules, which other tools register, take it for a parameter.
-    """
+    """Begins the graph of a slice at a node that does not hold the slice, as a leaf would."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, part: Tensor) -> Tensor:

@@ -65,7 +65,6 @@ class Names(TorchDispatchMode):
     """Note the names of operators."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         super().__init__()
         self.names = list[str]()
 

@@ -26,10 +26,6 @@ def balanced(rows: int, size: int) -> tuple[tuple[int, int], ...]:
     """Cut rows into slices of about ``size``: where each begins, and how long it is.
 
     None is longer than ``size``, rounded down to a multiple of 64, and a rest of less than 64 rows.
-
-    Example:
-        >>> balanced(1025, 512), balanced(65, 64), balanced(300, 128)
-        (((0, 512), (512, 513)), ((0, 65),), ((0, 128), (128, 172)))
     """
     granule = min(GRANULE, size)
     units = rows // granule
@@ -43,22 +39,15 @@ def balanced(rows: int, size: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class RowSlices:
-    """The slices of one call.
+    """The slices of one call."""
 
-    Attributes:
-        lead: The leading dimensions of its main stream, shape (*lead, H).
-        is_flat: Whether these are one dimension to the slices, whose shape is (1, ..., 1, rows, H); else the last of
-            them is cut.
-        slices: Where each slice begins, and how long it is.
-    """
-
-    lead: tuple[int, ...]
+    lead: tuple[int, ...]  # the leading dimensions of its main stream, shape (*lead, H)
+    # Whether these are one dimension to the slices, whose shape is (1, ..., 1, rows, H); else the last of them is cut
     is_flat: bool
-    slices: tuple[tuple[int, int], ...]
+    slices: tuple[tuple[int, int], ...]  # where each slice begins, and how long it is
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
         return len(self.lead) - 1
 
     def sample(self) -> RowSlices:
@@ -75,7 +64,6 @@ class RowSlices:
         return replace(self, slices=(self.slices[0], *nexts, self.slices[-1])), more
 
     def part_shape(self, length: int) -> tuple[int, ...]:
-        """Return the leading dimensions of a slice."""
         return ((1,) * self.dim if self.is_flat else self.lead[:-1]) + (length,)
 
     def part(self, whole: Tensor, begin: int, length: int) -> Tensor:
@@ -122,17 +110,11 @@ class RowSlices:
 
 @dataclass(frozen=True)
 class Streams:
-    """Which of a call's tensors are cut.
+    """Which of a call's tensors are cut."""
 
-    Attributes:
-        cut: The slices.
-        streams: Numbers of the leaves that have the rows.
-        others: Numbers of the other tensors, which every slice gets as they are.
-    """
-
-    cut: RowSlices
-    streams: tuple[int, ...]
-    others: tuple[int, ...]
+    cut: RowSlices  # the slices
+    streams: tuple[int, ...]  # numbers of the leaves that have the rows
+    others: tuple[int, ...]  # numbers of the other tensors, which every slice gets as they are
 
 
 def streams_of(leaves: Sequence[Any], rows: int) -> Streams | str | None:

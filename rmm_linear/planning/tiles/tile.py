@@ -49,14 +49,7 @@ class Tile:
     def __init__(
         self, module: nn.Module, rows: int | None = None, method: str = "forward", parts: Sequence[str] | None = None
     ) -> None:
-        """Wrap a method, for :meth:`attach`.
-
-        Args:
-            module: The module, position-wise as :func:`find_tiles` finds it.
-            rows: Rows of a slice; None is 1,024 on a CPU and 4,096 elsewhere.
-            method: What is run in slices.
-            parts: Names of the children that the method runs; None for all.
-        """
+        """Wrap a method, for :meth:`attach`."""
         self.module, self.rows, self.method = module, rows, method
         self.parts = None if parts is None else tuple(parts)
         self.replaced: Any = None  # by another library, or a plan
@@ -81,7 +74,6 @@ class Tile:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def attach(self) -> None:
-        """Run the module in slices from now on."""
         self.replaced, self.is_off = vars(self.module).get(self.method), False
         setattr(self.module, self.method, self)
 

@@ -43,21 +43,14 @@ MIXES = "its output at a position depends on other positions"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a trial has found.
+    """What a trial has found."""
 
-    Attributes:
-        reason: Why the module cannot run in slices; None if it can.
-        mixes: Whether that is because of what it computes: then a module around it mixes positions too.
-        ran: Names of the children that have run.
-    """
-
-    reason: str | None = None
-    mixes: bool = False
-    ran: tuple[str, ...] = ()
+    reason: str | None = None  # why the module cannot run in slices; None if it can
+    mixes: bool = False  # whether that is because of what it computes: then a module around it mixes positions too
+    ran: tuple[str, ...] = ()  # names of the children that have run
 
 
 def try_module(module: nn.Module, method: str, widths: Sequence[int]) -> Verdict:
-    """Try a method of a module on inputs of some widths."""
     try:
         own = _own_method(module, method)
         count = _inputs(own)

@@ -33,39 +33,25 @@ _SAMPLE = 64
 
 @dataclass(eq=False)
 class ProbeCall:
-    """A probed call of a layer.
-
-    Attributes:
-        kind: Family of the layer's sketch.
-        spec: How the layer saves X; None if it saves X itself.
-        mask_padding: Whether the sketch leaves padding out.
-        mask: Token mask, shape (batch, sequence), or None.
-        expected: ŷ, the norm estimator's prediction of ‖yᵢ‖ in this call, shape (N,); None without an estimator.
-        basis: The fixed directions of X in this call, shape (I, k); None without any.
-        missed: Whether the layer was recomputed with another X of this shape.
-        sample: A few elements of X, if X itself is only available in the recomputation.
-        handle: The hook on the output; None while there is no output to hook.
-        x: X, until Y is available.
-        y: Y, until X is available.
-        version: X's version counter when it was stored.
-    """
+    """A probed call of a layer."""
 
     step: int
     module: str
-    kind: str
-    spec: SaveSpec | None
-    mask_padding: bool
+    kind: str  # family of the layer's sketch
+    spec: SaveSpec | None  # how the layer saves X; None if it saves X itself
+    mask_padding: bool  # whether the sketch leaves padding out
     bits: float
     shape: torch.Size
-    mask: Tensor | None
+    mask: Tensor | None  # token mask, shape (batch, sequence), or None
+    # Ŷ, the norm estimator's prediction of ‖yᵢ‖ in this call, shape (N,); None without an estimator
     expected: Tensor | None = None
-    basis: Tensor | None = None
-    missed: bool = False
-    sample: Tensor | None = None
-    handle: RemovableHandle | None = None
-    x: Tensor | None = None
-    y: Tensor | None = None
-    version: int | None = None
+    basis: Tensor | None = None  # the fixed directions of X in this call, shape (I, k); None without any
+    missed: bool = False  # whether the layer was recomputed with another X of this shape
+    sample: Tensor | None = None  # a few elements of X, if X itself is only available in the recomputation
+    handle: RemovableHandle | None = None  # the hook on the output; None while there is no output to hook
+    x: Tensor | None = None  # X, until Y is available
+    y: Tensor | None = None  # Y, until X is available
+    version: int | None = None  # X's version counter when it was stored
 
     @classmethod
     def of(
@@ -97,16 +83,12 @@ class ProbeCall:
         return self.x is not None and _version(self.x) != self.version
 
     def close(self) -> None:
-        """Remove the hook and release all tensors."""
         self.x = self.y = self.sample = self.mask = self.expected = self.basis = None
         if self.handle is not None:
             self.handle.remove()
 
     def relative_distance(self, x: Tensor) -> float:
-        """Return the largest difference of sampled elements from this call's, relative to their largest magnitude.
-
-        Infinity if the shapes differ or this call has no sample.
-        """
+        """Return the largest difference of sampled elements from this call's, relative to their largest magnitude."""
         if self.sample is None or x.shape != self.shape:
             return math.inf
         new, old = sample(x).double(), self.sample.double()

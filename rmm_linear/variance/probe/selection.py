@@ -18,9 +18,8 @@ from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 
 
 def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
-    """Choose the layers that a probe measures."""
     names = {module: name for name, module in model.named_modules() if name}
-    linears = {name: module for module, name in names.items() if _can_be_probed(module)}
+    linears = {n: m for m, n in names.items() if isinstance(m, SketchedLayer) or type(m) is nn.Linear or is_conv1d(m)}
     if not linears:
         raise ValueError(
             f"GradientProbe needs a model with linear layers inside, got {type(model).__name__} without any. Wrap a "
@@ -42,15 +41,10 @@ def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config:
     return chosen
 
 
-def _can_be_probed(module: nn.Module) -> bool:
-    return isinstance(module, SketchedLayer) or type(module) is nn.Linear or is_conv1d(module)
-
-
 _POSITIONAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
 
 
 def measure_whole(model: nn.Module, args: Any, kwargs: Any, config: RMMConfig | None, draws: int) -> GradientNoise:
-    """Measure the noise of the whole gradient on the batch that a model is being called with."""
     model = unwrapped(model)
     batch = tree_map_only(Tensor, _own, _keywords(model, args, kwargs))
     # The innermost hooks alone are called: a ledger of what the step saves leaves these passes out.

@@ -48,10 +48,7 @@ def read_batches(path: Path) -> list[dict[str, Any]]:
 
 
 def read_configuration(name: str, known: Iterable[str] = ()) -> Any:
-    """Read a model's configuration of a folder, of the hub's cache, or of the hub, if that answers at once.
-
-    known: Names that stand for a model without the hub, which an error says.
-    """
+    """Read a model's configuration of a folder, of the hub's cache, or of the hub, if that answers at once."""
     config = import_transformers().AutoConfig
     if Path(name).is_dir():
         return config.from_pretrained(name)
@@ -85,7 +82,6 @@ def _reached() -> str:
 
 
 def model_class(settings: Any) -> Any:
-    """Return the class that a model was saved as."""
     name = (settings.architectures or ["none"])[0]
     if not hasattr(import_transformers(), name):
         raise ValueError(f"The model's class must be one of transformers, got {name}. Save the model with its head.")
