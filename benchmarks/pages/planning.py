@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
 
 from benchmarks.library import CONVERT, SETTINGS, label_of, table
+from benchmarks.noise.shapes import Shape
 from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
 from benchmarks.planning.chains import Run
 from benchmarks.planning.compiled import BUDGETS, LEAST, SAME_SHARE, THEIR_PEAK, TORCH, Compiled
@@ -19,7 +20,6 @@ from benchmarks.planning.fit_steps import EXACT, FIT
 from benchmarks.planning.graphs import METHODS as GRAPH_METHODS
 from benchmarks.planning.graphs import Planned
 from benchmarks.planning.networks import PUBLISHED
-from benchmarks.planning.shapes import Shape
 
 _PLANNED = [*OF_IMAGES]
 _ERROR = 3.0  # %, that a predicted peak may be from the measured one

@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.noise.blocks import BlockRow
+from benchmarks.noise.shapes import CHECKPOINT, OFFLOADED, Shape
 from benchmarks.planning.chains import Cost, Run, Subset, revolve
 from benchmarks.planning.fit import Solved
 from benchmarks.planning.fit_frontier import Fitted
 from benchmarks.planning.fit_images import LEAST, ImagePlan
 from benchmarks.planning.fit_steps import EXACT, FIT
 from benchmarks.planning.graphs import Planned
-from benchmarks.planning.shapes import CHECKPOINT, OFFLOADED, Shape
 from benchmarks.planning.sweep import Waits
 from benchmarks.records import RESULTS, Row, Surveyed, read_rows
 from benchmarks.suites.growth import per_token
