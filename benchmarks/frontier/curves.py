@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.frontier.adapters import has_variants, variant_noise
@@ -40,7 +41,7 @@ def make(study: str, asked: Asked) -> Study:
 
 def weights_of(asked: Asked) -> Path:
     """Where the study of the base leaves its model."""
-    return Path(asked.base_dir) / ("tiny.pt" if asked.tiny else "base.pt")
+    return Path(asked.base_dir) / ("tiny.safetensors" if asked.tiny else "base.safetensors")
 
 
 def curve(name: str, method: str, seed: int, batch: int, asked: Asked) -> tuple[list[Point], list[Noisy]]:
@@ -78,7 +79,7 @@ def curve(name: str, method: str, seed: int, batch: int, asked: Asked) -> tuple[
     seconds = time.perf_counter() - begin
     if name == BASE:
         weights_of(asked).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), weights_of(asked))
+        save_file(model.state_dict(), weights_of(asked))
     return [dataclasses.replace(point, seconds=seconds) for point in points], noises
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.suites.models import build
@@ -186,7 +187,7 @@ def adapters(folder: str, weights: Path, *, tiny: bool = False) -> Study:
 
     def model(seed: int) -> nn.Module:
         made = study.model(0)
-        made.load_state_dict(torch.load(weights, weights_only=True))
+        made.load_state_dict(load_file(weights))
         torch.manual_seed(seed)
         return made.to(torch.bfloat16)
 
