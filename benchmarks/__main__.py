@@ -31,7 +31,7 @@ COMMANDS = {
     "attention": ("noise.attention", "noise: the bias of packed attention, on GLUE"),
     "probe": ("noise.probe", "noise: the time that a probe costs"),
     "blocks": ("noise.blocks", "noise: what whole blocks save, the noise of it, and the times of images' steps"),
-    "shapes": ("noise.shapes", "noise: steps of real models' shapes, beside what PyTorch has for little memory"),
+    "shapes": ("noise.shapes", "noise: steps of real models' shapes, compared with what PyTorch has for little memory"),
     "frontier": ("frontier.command", "frontier: accuracy, bytes and time of methods that train; resumes"),
     "peft": ("peft.small", "peft: PEFT's suite MetaMathQA on a tiny model, from a checkout of PEFT"),
     "zoo": ("suites.zoo", "suites: every type of model of transformers, small: bytes left, outputs, gradients"),

@@ -1,4 +1,4 @@
-"""Sublayers that are recomputed from a low-rank stand-in of their input, beside LoRA.
+"""Sublayers that are recomputed from a low-rank stand-in of their input, in training with LoRA.
 
 Source: Shi et al. 2025, "LoRAct" (arXiv 2509.23472), and their code (github.com/shijxcs/meft, ``patch_locations``
 "sublayer"). What attention and MLP need is recomputed from the output of the norm before them, of which A ≈ (AQ)Qᵀ is

@@ -3,7 +3,7 @@
 Source: Li, Zhang and Fang 2026, "PRAC" (arXiv 2602.23111), algorithms 1 and 2. Of an input X, shape (N, n), two
 projections are kept: XQ₁ on its first r₁ right singular vectors, and kXQ₂ on r₂ directions that are drawn uniformly
 from their orthogonal complement (equation 5). X̃ = XQ₁Q₁ᵀ + kXQ₂Q₂ᵀ with k = (n − r₁) / r₂ is unbiased (theorem 6), and
-E‖X̃ − X‖² = (k − 1)‖X − XQ₁Q₁ᵀ‖² (theorem 15). Both subspaces are made anew every so many steps, and layers that read
+E‖X̃ − X‖² = (k − 1)‖X − XQ₁Q₁ᵀ‖² (theorem 15). Both subspaces are made again every so many steps, and layers that read
 one input share them. Theirs are the ranks: r₁ = r₂ = 2 every 200 steps for RoBERTa on GLUE (table 8), 0.3 n in linear
 layers and 0.2 n in norms and GELU every 500 steps for training from scratch (section 6.1). Ours is the way to the
 singular vectors, by the eigenvectors of the smaller of XXᵀ and XᵀX. No code of theirs was found.
@@ -25,7 +25,7 @@ Compressed = tuple[Tensor, Tensor, Tensor, Tensor]  # XQ₁, kXQ₂, Q₁ and Q�
 
 
 class Subspaces(nn.Module):
-    """The two subspaces of one input, which are made anew in every ``interval``-th call."""
+    """The two subspaces of one input, which are made again in every ``interval``-th call."""
 
     principal: Tensor | None
     random: Tensor | None
@@ -131,7 +131,7 @@ class PracLinear(_Layer):
 
 
 class PracNorm(_Layer):
-    """LayerNorm; mean and deviation are kept as they are."""
+    """LayerNorm; mean and deviation are kept as they are. dX has X̃ twice, and a bias."""
 
     def run(self, x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, ...]:
         return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
@@ -143,7 +143,7 @@ class PracNorm(_Layer):
 
 
 class PracGELU(_Layer):
-    """GELU, whose derivative is that at X̃: the one gradient with a bias."""
+    """GELU, whose derivative is that at X̃, which has a bias."""
 
     def run(self, x: Tensor, weight: Any, bias: Any) -> tuple[Tensor, ...]:
         return (F.gelu(x),)

@@ -34,7 +34,7 @@ class Epoch(Origin):
 class Cost(Origin):
     """What a training step with one method takes, on one batch of a task."""
 
-    task: str  # of :data:`benchmarks.frontier.tasks.TRAININGS`
+    task: str  # of :data:`benchmarks.frontier.tasks.TRAININGS`, or a study
     method: str  # of :data:`benchmarks.frontier.methods.METHODS`
     batch: str = ""  # its shape, rows × tokens, none of which is padding
     # bytes that autograd saves, by the ledger; empty where hooks of the method store them elsewhere
@@ -49,7 +49,7 @@ class Cost(Origin):
     seconds: float | None = None  # median of a step, steps of all methods in turns
     lower: float | None = None  # lower quartile of the same
     upper: float | None = None  # upper quartile
-    time: float | None = None  # the median by the exact step's
+    time: float | None = None  # the median by the exact step's; of adapters, by exact LoRA's
     trained_batch: str = ""  # shape of a batch as large as those that are trained on
     trained_seconds: float | None = None  # as ``seconds``, on that batch
     trained_lower: float | None = None  # lower quartile
@@ -65,7 +65,7 @@ class Cost(Origin):
 class Point(Origin):
     """One evaluation of one run of a study."""
 
-    study: str  # "images" or "language"
+    study: str  # of :data:`benchmarks.frontier.study.TITLES`
     method: str  # of :data:`benchmarks.frontier.methods.METHODS`
     seed: int  # of the weights, the order of the rows and the method
     batch: int  # rows per step
@@ -85,7 +85,7 @@ class Point(Origin):
 class Noisy(Origin):
     """Variances of the gradient of one block at one moment of one run, on the batch of that step."""
 
-    study: str  # "images" or "language"
+    study: str  # of :data:`benchmarks.frontier.study.TITLES`
     method: str  # of :data:`benchmarks.frontier.methods.METHODS`
     seed: int  # of the run
     batch: int  # rows per step

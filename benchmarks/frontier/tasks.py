@@ -46,7 +46,7 @@ class Training:
 
 
 _BFLOAT16 = (
-    "exact", "checkpoint", "checkpoint-offload", "compiled", "gaussian-10", "gact", "prac-4", "prac-60", "fp8", "lora",
+    "exact", "checkpoint", "checkpoint-offload", "gaussian-10", "gact", "prac-4", "prac-60", "fp8", "lora",
     "velora", "loract", "lora-tenth", "careful", "tenth", "smallest",
 )  # fmt: skip
 TRAININGS: dict[str, Training] = {
@@ -146,6 +146,11 @@ class MasterAdamW(torch.optim.AdamW):
             for parameter, master in self._pairs:
                 parameter.copy_(master)
                 master.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._pairs:
+            parameter.grad = None
 
 
 DROPOUT = "by step"

@@ -1,4 +1,4 @@
-"""Steps of models as large as those that people train, beside what PyTorch and files have for little memory.
+"""Steps of models as large as those that people train, compared with what PyTorch has for little memory.
 
 Every case, a shape in one dtype, runs in a process of its own: all methods in turns, on the same parameters. Bytes are
 the allocator's, so that compiled steps count too; times are the processor's, so run it with OMP_NUM_THREADS=1. Cases

@@ -68,9 +68,12 @@ def _of(sizes: tuple[int, ...], strides: tuple[int, ...]) -> MemoryLayout:
     return MemoryLayout(order, shape, math.prod(shape) // max(columns, 1), columns)
 
 
-@functools.lru_cache(maxsize=64)
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the order that undoes one; None for one that changes nothing."""
+    return (_inverted if torch.compiler.is_compiling() else _cached)(order)  # a compiler warns of caches
+
+
+def _inverted(order: tuple[int, ...]) -> tuple[int, ...] | None:
     found = tuple(sorted(range(len(order)), key=order.__getitem__))
     return None if found == order == tuple(range(len(order))) else found
 
@@ -84,3 +87,6 @@ def permuted(x: Tensor, order: Sequence[int]) -> Tensor:
 def _channels_last(x: Tensor) -> tuple[int, ...] | None:
     """Return the order of the dimensions of images whose channels are side by side in memory."""
     return (0, *range(2, x.dim()), 1) if is_channels_last(x) else None
+
+
+_cached = functools.lru_cache(maxsize=64)(_inverted)

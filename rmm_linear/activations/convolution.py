@@ -270,7 +270,10 @@ def _sources(weight: Tensor) -> tuple[int | None, list[Any]]:
     if node is None or node.name() != "WeightNormInterfaceBackward0":
         return None, [weight]
     sources = [getattr(one, "variable", None) for one, _ in node.next_functions]
-    is_whole = all(isinstance(one, nn.Parameter) and one.is_contiguous() for one in sources)
+    # ZeRO-3 puts them together for the backward pass of weight normalization, which is after the convolution's.
+    is_whole = all(
+        isinstance(one, nn.Parameter) and one.is_contiguous() and not hasattr(one, "ds_id") for one in sources
+    )
     return (node._saved_dim, sources) if is_whole else (None, [weight])
 
 

@@ -297,3 +297,15 @@ def test_gradients_of_what_is_the_same_for_a_set_have_no_noise(name, layout):
     (gradient,) = torch.autograd.grad(norm(x), x, torch.randn(4, C, 6, 6))
     sets = gradient.transpose(0, 1).reshape(1, C, -1) if name == "batch" else gradient.reshape(4, norm._groups(C), -1)
     assert float(sets.sum(-1).abs().max()) < 1e-5 * float(sets.abs().sum(-1).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_one_channel_are_summed_over_all_rows(dtype):
+    """Of single numbers, as a layer with one output makes them: rows of one column, several added up at once."""
+    model = nn.Sequential(nn.BatchNorm1d(1)).to(dtype)
+    convert(model, RMMConfig(operations=("norm",)))
+    x = torch.randn(256, 1, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    model(x).sum().backward()
+    assert float(model[0].bias.grad) == 256
+    rounding = torch.finfo(dtype).eps * float(x.grad.abs().double().sum())
+    assert abs(float(x.grad.double().sum())) <= rounding + 256 * 2**-20

@@ -95,7 +95,7 @@ def test_prac_is_unbiased_with_the_variance_of_the_paper() -> None:
     assert statistics.mean(errors) == pytest.approx(expected, abs=4 * statistics.stdev(errors) / math.sqrt(draws))
 
 
-def test_prac_keeps_one_pair_of_subspaces_for_one_input_until_they_are_made_anew() -> None:
+def test_prac_keeps_one_pair_of_subspaces_for_one_input_until_they_are_made_again() -> None:
     layers, x = nn.ModuleList([nn.Linear(64, 32), nn.Linear(64, 32)]), torch.randn(100, 64)
     use_prac(layers, 0.25, interval=2)
     first, second = layers

@@ -184,7 +184,7 @@ INLINE void kept_of(shape s, const uint8_t *scales, float part, float *kept) {
         float scale = scale_of(scales[i]);
         kept[i] = 1 + scale * scale * part;
     }
-    kept[groups] = 0;
+    if (s.columns > groups) kept[groups] = 0; /* of one column there is room for one number, and no other is read */
 }
 
 /* The same of the columns from i on. */
