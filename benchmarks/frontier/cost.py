@@ -17,7 +17,7 @@ from benchmarks.frontier.runs import Asked
 from benchmarks.frontier.tasks import TRAININGS, Prepared, prepare
 from benchmarks.library import CONVERT, KEEP, LiveTensors, Peak, allocator_peak
 from benchmarks.noise.blocks import rss_of
-from benchmarks.planning.fit_steps import counts, fitted, live_peak, options_of, timed
+from benchmarks.planning.fit_steps import budget_of, counts, fitted, live_peak, options_of, timed
 from benchmarks.processes import ProcessError, call, last_line
 from benchmarks.records import known_rows, put_rows
 from benchmarks.timing import quartiles
@@ -132,12 +132,9 @@ def _plans(asked: Asked, task: str, budgets: Mapping[str, float]) -> dict[str, s
     model = ready.model(0)
     fitting = options_of(model, ready.batch(model))
     failed = dict[str, str]()
-    smallest = fitting.proposals.smallest()
-    assert smallest is not None  # noqa: S101 without a limit
-    least = fitting.static.before_step + smallest.predicted
     for name, share in budgets.items():
         path = asked.plan(task, name)
-        report = fitted(fitting, least + int(share * (fitting.exact_peak - least)))
+        report = fitted(fitting, budget_of(fitting, share))
         if isinstance(report, str):
             failed[name] = report
             continue

@@ -88,10 +88,7 @@ def measure(title: str, dtype: str, tiny: bool) -> list[Shape]:
                 continue
             runs[method], rows[method] = fit_steps.step_of(prepared, batch), row
         fitting = fit_steps.options_of(models.twin(model), batch)
-        smallest = fitting.proposals.smallest()
-        assert smallest is not None  # noqa: S101 without a limit
-        least = fitting.static.before_step + smallest.predicted
-        found = fit_steps.fitted(fitting, least + int(_SHARE * (fitting.exact_peak - least)))
+        found = fit_steps.fitted(fitting, fit_steps.budget_of(fitting, _SHARE))
         if isinstance(found, str):
             rows[FIT] = replace(base, method=FIT, status=found)
         else:

@@ -179,6 +179,14 @@ def options_of(model: nn.Module, batch: Any, folder: str | None = None, allow: C
     return fitting
 
 
+def budget_of(fitting: Fitting, share: float) -> int:
+    """Return the budget that lies so far from the least peak of any plan to the exact step's."""
+    smallest = fitting.proposals.smallest()
+    assert smallest is not None  # noqa: S101 without a limit
+    least = fitting.static.before_step + smallest.predicted
+    return least + int(share * (fitting.exact_peak - least))
+
+
 def fitted(fitting: Fitting, memory: int | None) -> FitReport | str:
     """Fit into a budget, or into the least; if nothing fits, say so."""
     fitting.total = memory
