@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rmm_linear.packing.codes import encoded_bytes
+from rmm_linear.packing.rounding import WIDTHS
 from rmm_linear.sketches import SAMPLERS, check_block, kept_rows
 
 ROW_SAMPLE_BYTES = 8  # the index of a sampled row, int32, and its scale, float32
@@ -35,6 +36,10 @@ class SaveSpec:
     def samples_rows(self, tokens: int) -> bool:
         """Say whether rows are sampled by the norms of the input, so that their indices must be saved too."""
         return self.kind in SAMPLERS and self.rows < tokens
+
+    def rounds_all(self, tokens: int) -> bool:
+        """Say whether all rows are saved in codes whose noise is known from what is stored."""
+        return self.kind == "countsketch" and self.rows >= tokens and self.bits in WIDTHS
 
     def bytes(self, tokens: int, features: int, itemsize: int, directions: int = 0) -> int:
         """Return the bytes saved for an input: the sketch, and the seed or the indices and scales of the sampled rows.

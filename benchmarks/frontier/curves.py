@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def curve(name: str, method: str, seed: int, batch: int, asked: Asked) -> tuple[
                 Point(
                     **here, step=step, steps=study.steps, epoch=step * batch / study.rows,
                     train_loss=sum(losses) / len(losses), dev_loss=dev_loss, metric=study.metric, score=score,
-                    seconds=0.0, learning_rate=study.learning_rate, settings=how.settings(),
+                    seconds=0.0, learning_rate=study.learning_rate, settings=_settings(name, method, asked),
                 )
             )  # fmt: skip
             losses.clear()
@@ -81,6 +82,14 @@ def curve(name: str, method: str, seed: int, batch: int, asked: Asked) -> tuple[
         weights_of(asked).parent.mkdir(parents=True, exist_ok=True)
         save_file(model.state_dict(), weights_of(asked))
     return [dataclasses.replace(point, seconds=seconds) for point in points], noises
+
+
+def _settings(study: str, method: str, asked: Asked) -> str:
+    """Write what a run is trained with; of adapters, with the model that they have."""
+    written = METHODS[method].settings()
+    if study != "adapters":
+        return written
+    return f"{written} of {hashlib.sha256(weights_of(asked).read_bytes()).hexdigest()[:12]}"
 
 
 def _rate(done: float) -> float:
@@ -130,7 +139,7 @@ def _runs(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
     ]
 
     def is_as_wanted(row: Point) -> bool:
-        now = (made[row.study].steps, made[row.study].learning_rate, METHODS[row.method].settings())
+        now = (made[row.study].steps, made[row.study].learning_rate, _settings(row.study, row.method, asked))
         is_lost = row.study == BASE and not weights_of(asked).is_file()
         return now == (row.steps, row.learning_rate, row.settings) and not is_lost
 

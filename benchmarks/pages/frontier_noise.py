@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.frontier.aggregate import mean_text, share_text
+from benchmarks.frontier.aggregate import mean_over_groups, mean_text, share_text, text_of
 from benchmarks.frontier.methods import EXACT, METHODS
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.study import BASE, BATCHES, DRAWN, LONG, TITLES
@@ -77,6 +77,61 @@ def _reached(points: Sequence[Point]) -> str:
         "seeds": lambda key: str(len(last[key])),
     }
     return columns(sorted(last, key=lambda key: [*TITLES].index(key[0])), spec)
+
+
+# What is trained: tasks of fine-tuning together, whose loss is that of training, or a study, whose loss is held out.
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "GLUE but STS-B, two epochs, float32": ("sst2", "cola", "rte"),
+    "GLUE but STS-B, two epochs, bfloat16": ("sst2-bf16", "cola-bf16", "rte-bf16"),
+    "CoLA, ten epochs at 1e-5": (_SLOW,),
+    "CoLA, ten epochs at 1e-4": (LONG,),
+    **{TITLES[study]: (study,) for study in (*DRAWN, "experts")},
+}
+# Student's t, the 97.5 % point by degrees of freedom.
+_STUDENT = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 8: 2.31, 10: 2.23, 15: 2.13, 30: 2.04}
+
+
+def _told(results: Path) -> str:
+    """Lay out by how much the losses of our qualities are above exact ones, and whether that can be told.
+
+    Runs of other versions' settings are left out.
+    """
+    epochs, points = (
+        read_rows(results / "frontier-accuracy.csv", Epoch),
+        read_rows(results / "frontier-curves.csv", Point),
+    )
+    last = {(row.task, row.method, row.seed): (row.train_loss, row) for row in epochs if row.epoch == row.epochs}
+    whole = (row for row in points if row.step == row.steps and row.batch == BATCHES[row.study])
+    last |= {(row.study, row.method, row.seed): (row.dev_loss, row) for row in whole}
+    lines = list[tuple[str, ...]]()
+    for title, names in _SETTINGS.items():
+        for method in ("careful", "tenth", "smallest"):
+            groups = [
+                [
+                    (loss / last[name, EXACT, seed][0] - 1, row.score - last[name, EXACT, seed][1].score)
+                    for (one, how, seed), (loss, row) in last.items()
+                    if (one, how, row.settings) == (name, method, METHODS[method].settings())
+                    and (name, EXACT, seed) in last
+                ]
+                for name in names
+            ]
+            if not all(groups):
+                continue
+            losses, scores = ([[pair[place] for pair in group] for group in groups] for place in (0, 1))
+            loss = mean_over_groups(losses)
+            seeds = min(map(len, groups))
+            found = f"{text_of(loss, 2, factor=100, sign=True)} %", "?" if loss is None else _is_told(*loss, seeds - 1)
+            score = "" if names[0] in TITLES else text_of(mean_over_groups(scores), 2, factor=100, sign=True)
+            lines.append((title, METHODS[method].title, *found, score, str(seeds)))
+    return table(("", "method", "loss", "told from 0", "score", "seeds"), lines)
+
+
+def _is_told(mean: float, error: float, free: int) -> str:
+    """Say whether the 95 % interval of a mean is all on one side of 0; "?" of one run."""
+    if math.isnan(error) or not free:
+        return "?"
+    width = _STUDENT[max(one for one in _STUDENT if one <= free)]
+    return "yes" if abs(mean) > width * error else "no"
 
 
 def _of_study(study: str) -> Table:
@@ -284,6 +339,7 @@ TABLES: dict[str, Table] = {
     "frontier-slow": from_csv("frontier-accuracy", Epoch, _by_epoch(_SLOW)),
     "frontier-raised": from_csv("frontier-accuracy", Epoch, _by_epoch(_RAISED)),
     "frontier-curves": from_csv("frontier-curves", Point, _reached),
+    "frontier-told": _told,
     "frontier-experts": _of_study("experts"),
     "frontier-adapters": _of_study(_ADAPTED),
     "frontier-noise": from_csv("frontier-noise", Noisy, _through_training),

@@ -29,12 +29,15 @@ from rmm_linear._support.layouts import MemoryLayout, as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.experts import experts_bits
 from rmm_linear.context.sketch_cache import CacheEntry
-from rmm_linear.layers.function import SavingFunction, refuse_double_backward
-from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
+from rmm_linear.layers.function import SavingFunction, refuse_double_backward, square_of
+from rmm_linear.ops.convolutions import decode_matrix, encode_matrix, scales_in
+from rmm_linear.packing import GROUP, WIDTHS, sum_dtype
+from rmm_linear.packing.rounding import scales_of
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _FORWARD = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+_PARTS = 8  # of the groups, one after the other: with a channel per group, their sums are as large as the input
 _FUNCTIONS = {function.__name__ for function in (*_FORWARD, *_TRANSPOSED)}
 
 
@@ -109,6 +112,39 @@ class ConvolutionForm(NamedTuple):
             grad_input = grad_input if is_batch else grad_input.squeeze(0)
             grad_input = grad_input if self.pads is None else _unpadded(grad_input, size, self.pads, self.mode)
         return grad_input if needs[0] else None, grad_weight if needs[1] else None, grad_bias if needs[2] else None
+
+    def variance(self, y: Tensor, scales: Tensor, room: Tensor, size: Sequence[int]) -> Tensor:
+        """Return the variance that codes add to the gradient of the weight, the sum over its elements.
+
+        All elements of the weight add up what they add, so channels can be added up before. Copies of an element by
+        which an input is padded have one error, and are taken to be independent.
+
+        y: The output's gradient. scales: Of the codes. room: The input as decoded, which is overwritten. size: Of the
+        weight.
+        """
+        wide, axes = torch.promote_types(y.dtype, torch.float32), len(self.stride)
+        squares = scales_of(scales).square()
+        most = squares.max()
+        squares, whole = squares / most.clamp_min(torch.finfo(torch.float32).tiny), self.layout.columns // GROUP
+        parts = room[:, : whole * GROUP].unflatten(1, (whole, GROUP))
+        parts.copy_(squares[:, :whole, None].expand_as(parts))
+        room[:, whole * GROUP :] = squares[:, whole:]
+        x = self.layout.tensor(room)
+        x = x if self.pads is None else F.pad(x, self.pads, self.mode)
+        x, y = (x, y) if x.dim() == axes + 2 else (x.unsqueeze(0), y.unsqueeze(0))
+        x, y = (one.unflatten(1, (self.groups, -1)) for one in (x, y))
+        is_transposed, more = self.output_padding is not None, self.output_padding or (0,) * axes
+        step, found = max(self.groups // _PARTS, 1), list[Tensor]()
+        for begin in range(0, self.groups, step):
+            of_x, of_y = (one[:, begin : begin + step] for one in (x, y))
+            sums = of_x.sum(2, dtype=sum_dtype(x.dtype)).to(wide)
+            squares = torch.linalg.vector_norm(of_y, dim=2, dtype=sum_dtype(y.dtype)).to(wide).square()
+            weight = sums.new_empty(sums.shape[1], 1, *size[2:])
+            found += torch.ops.aten.convolution_backward(
+                squares, sums, weight, None, self.stride, self.padding, self.dilation, is_transposed, more, len(weight),
+                [False, True, False],
+            )[1:2]  # fmt: skip
+        return torch.stack([one.sum(dtype=torch.float64) for one in found]).sum() * most / 12
 
 
 def _unpadded(y: Tensor, size: Sequence[int], pads: Sequence[int], mode: str) -> Tensor:
@@ -185,7 +221,7 @@ class PackedConvolution(PackedModule):
         if input.dim() not in (axes + 1, axes + 2) or (is_trained and self._is_small(input)):
             return exact()
         dtype = autocast_dtype(input.device.type, input.dtype)
-        form = ConvolutionForm.of(self, input, output_padding, dtype, experts_bits(self.rmm_config))
+        form = ConvolutionForm.of(self, input, output_padding, dtype, self._width(experts_bits(self.rmm_config)))
         stored = self._stored(input, weight, form, call) if is_trained else None
         output = ConvolutionFunction.run(input, weight, bias, stored, form, call)
         return self._survey(input, output) if is_trained and dtype in (None, input.dtype) else output
@@ -257,6 +293,10 @@ class ConvolutionFunction(SavingFunction):
             else:  # its shape and strides decide how dX is computed, but not its values
                 matrix = y.new_empty(layout.rows, layout.columns)
             found = form.gradients(y, layout.tensor(matrix), cast(weight, form.dtype), needs)
+            if ctx.call.noise is not None and not (stored is None or found[1] is None) and form.bits in WIDTHS:
+                scales = scales_in(stored, layout.rows, layout.columns, form.bits)
+                variance = form.variance(y, scales, matrix, weight.shape)
+                ctx.call.noise(variance, square_of(found[1]), form.bits)
         found = [
             one if one is None or one.dtype == dtype else one.to(dtype)
             for one, dtype in zip(found, ctx.dtypes, strict=True)

@@ -11,6 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rmm_linear.activations.experts import experts_bits
 from rmm_linear.activations.gated import gated_bits
 from rmm_linear.activations.norm import NormFunction, _Norm
 from rmm_linear.activations.norm_form import NormForm
-from rmm_linear.activations.pointwise import PointwiseFunction
+from rmm_linear.activations.pointwise import SEQUENCES, PointwiseFunction
 from rmm_linear.activations.pooling import PoolFunction, saving_sizes, window_of
 from rmm_linear.activations.products import IndexAddFunction, Product, ProductFunction, encoded
 from rmm_linear.activations.softmax import SoftmaxFunction, code_of
@@ -38,7 +39,6 @@ from rmm_linear.packing.norms import few_elements
 from rmm_linear.packing.pointwise import Pointwise
 from rmm_linear.sketches.seeds import draw_seed, seeds_of
 
-_SEQUENCES = 3  # dimensions, of tokens
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)
 # Nodes between a weight and what is made of it without a number of its own.
 _SAME = ("View", "Unsafe", "Reshape", "T", "Permute", "Select", "Slice", "Squeeze", "Unsqueeze", "Expand", "ToCopy",
@@ -61,15 +61,19 @@ def _is_exact(module: PackedModule, operation: str, site: int | None = None) -> 
     return operation not in module.rmm_config.operations or (site is not None and _is_kept(module, site))
 
 
-def _call(module: PackedModule, x: Tensor, seeded: bool = True) -> SavingCall | None:
-    """Return what a call needs, None where it is exact; there are no rows that a mask knows."""
+def _call(module: PackedModule, x: Tensor, seeded: bool = True, site: int | None = None) -> SavingCall | None:
+    """Return what a call needs, None where it is exact; there are no rows that a mask knows.
+
+    With a site, the call tells the noise of its code in the first steps.
+    """
     call = module._packed_call((), x.device, seeded=seeded)
     if call.is_exact or not torch.is_grad_enabled():
         return None
     seed = call.seed
     if seeded and seed is None and not torch.compiler.is_compiling():
         seed = draw_seed()
-    return SavingCall(seed, forward_pass=call.forward_pass)
+    noise = None if site is None or call.noise is None else functools.partial(call.noise, site=site)
+    return SavingCall(seed, forward_pass=call.forward_pass, noise=noise)
 
 
 def _is_large(module: PackedModule, x: Tensor) -> bool:
@@ -100,7 +104,7 @@ def _is_result(x: Tensor, is_weighted: bool) -> bool:
 
 def _layout(x: Tensor) -> MemoryLayout:
     """Return the rows in which a factor is encoded: tokens, or as memory has them of images and heads."""
-    if x.dim() > _SEQUENCES:
+    if x.dim() > SEQUENCES:
         return MemoryLayout.of(x)
     return MemoryLayout(tuple(range(x.dim())), tuple(x.shape), x.numel() // x.shape[-1], x.shape[-1])
 
@@ -122,7 +126,7 @@ def _multiplied(
     large = _is_large(module, a), _is_large(module, b)
     if not any(large) or (product.is_matrix and not _are_matrices(a, b, added)):
         return None
-    call = _call(module, a)
+    call = _call(module, a, site=site)
     if call is None:
         return None
     is_traced, config = torch.compiler.is_compiling(), module.rmm_config
@@ -145,11 +149,13 @@ def _multiplied(
             codes.append(None)
             how.append(None)
             continue
-        layout, bits = _layout(one), experts_bits(config) if is_weighted else gated_bits(config)
+        layout, bits = _layout(one), module._width(experts_bits(config) if is_weighted else gated_bits(config))
         how.append((layout, bits, 0.0))
         codes.append(encoded(one, layout, bits, dtype, seeds[place]))
     if codes[0] is None and codes[1] is None:
         return None
+    if product.is_matrix and (codes[0] is None or not _is_weight(b)):
+        call.noise = None  # whose gradient is no sum over the rows of a code
     output = ProductFunction.run(a, b, added, *codes, tuple(how), product, dtype, call)
     for place, one, code in zip(places, (a, b), codes, strict=True):
         if code is not None and dtype in (None, one.dtype):
@@ -212,13 +218,16 @@ def linear(module: PackedModule, site: int, input: Any, weight: Any, bias: Any =
     if weight.dim() != 2 or not input.dim() or input.is_complex():
         return None
     dtype = autocast_dtype(input.device.type, input.dtype)
-    call = _call(module, input)
+    call = _call(module, input, site=site)
     spec = spec_for(input.shape, (dtype or input.dtype).itemsize, weight, module.rmm_config)
     if spec is None or call is None:
         return None
     held = call.forward_pass
     on_backward = None if held is None else lambda *_: held.note_backward()
-    output = saved_linear(input, weight, bias, LinearCall(spec, call.seed, dtype, on_backward=on_backward))
+    is_whole = spec.rounds_all(input.numel() // input.shape[-1]) and module.rmm_config.memory is None
+    noise = call.noise if is_whole else None
+    spec = replace(spec, bits=module._width(spec.bits)) if is_whole and spec.bits is not None else spec
+    output = saved_linear(input, weight, bias, LinearCall(spec, call.seed, dtype, on_backward=on_backward, noise=noise))
     return module._survey(input, output, site=site) if dtype in (None, input.dtype) else output
 
 
@@ -233,12 +242,12 @@ def convolution(
         return None
     if input.numel() <= module.rmm_config.min_rows * input.shape[-axes - 1]:
         return None
-    call = _call(module, input)
+    call = _call(module, input, site=site)
     is_given = torch.compiler.is_compiling() and not input.requires_grad
     if call is None or is_given or not (weight.requires_grad or input.requires_grad):
         return None
     dtype = autocast_dtype(input.device.type, input.dtype)
-    layout, bits = MemoryLayout.of(input), experts_bits(module.rmm_config)
+    layout, bits = MemoryLayout.of(input), module._width(experts_bits(module.rmm_config))
     stride, padding, dilation = (_of_axes(one, axes) for one in (stride, padding, dilation))
     form = ConvolutionForm(stride, padding, dilation, groups, None, None, "constant", dtype, layout, bits)
     stored = encoded(input, layout, bits, dtype, call.seed) if weight.requires_grad else None
@@ -264,14 +273,14 @@ def activation(
     if not _is_large(module, input):
         return None
     function = kind(*args, **named)
-    call = None if function is None else _call(module, input, seeded=not function.is_exact)
+    call = None if function is None else _call(module, input, not function.is_exact, site)
     if function is None or call is None or not input.requires_grad:
         return None
 
     def exact(x: Tensor) -> Tensor:
         return run(x, *args, **named)
 
-    bits = function.bits(module.rmm_config.activation_bits)
+    bits = int(module._width(function.bits(module.rmm_config.activation_bits)))
     output = PointwiseFunction.run(input, exact, False, function, bits, call)
     return module._survey(input, output, exact, site=site)
 

@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rmm_linear._support.layouts import as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
-from rmm_linear.activations.pointwise import is_composed
+from rmm_linear.activations.pointwise import is_composed, square_of_sums
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.function import SavingFunction
 from rmm_linear.ops.dispatch import runs_fused
-from rmm_linear.ops.gated import apply_gated, gate_and_pack, keep_gated
+from rmm_linear.ops.gated import apply_gated, gate_and_pack, gated_scales, keep_gated
+from rmm_linear.packing import weighted_variance
 from rmm_linear.packing.gated import ACTIVATIONS
 
 
@@ -86,7 +87,7 @@ class PackedGatedMLP(PackedModule):
         is_saving = (a.requires_grad or b.requires_grad) and a.numel() > 0
         if is_saving and a.dtype == b.dtype and a.shape == b.shape and _is_plain(act, a):
             self._follow(act)
-            bits = gated_bits(self.rmm_config)
+            bits = int(self._width(gated_bits(self.rmm_config)))
             run = None if self._is_fused(act, a) else act
             product = GatedFunction.run(a, b, run, self.rmm_parts.activation, bits, call)
         else:
@@ -124,7 +125,13 @@ class GatedFunction(SavingFunction):
         (grad_output,) = grad_outputs
         y = SavingFunction.received(ctx, grad_output, "a packed gated MLP")
         stored, index = ctx.saved_tensors
-        found = apply_gated(y, stored, ctx.bits, index, *ctx.needs_input_grad[:2])
+        needs = ctx.needs_input_grad[:2]
+        found = apply_gated(y, stored, ctx.bits, index, *needs)
+        if ctx.call.noise is not None:
+            made = [one for one in found if one is not None]
+            scales = gated_scales(stored, len(y) if index is None else len(index), y.shape[1], ctx.bits, *needs)
+            for place, (gradient, each) in enumerate(zip(made, scales, strict=True)):
+                ctx.call.noise(weighted_variance(each, y, index), square_of_sums(gradient), ctx.bits, place)
         gradients = (None if one is None else as_shape(one, grad_output.shape).to(ctx.dtype) for one in found)
         return *gradients, None, None, None, None
 

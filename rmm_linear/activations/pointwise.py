@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rmm_linear._support.layouts import MemoryLayout, as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.code_noise import width_below
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.converted import _PAIRS
-from rmm_linear.layers.function import SavingFunction
+from rmm_linear.layers.function import SavingFunction, square_of
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
 from rmm_linear.ops.dispatch import runs_fused
+from rmm_linear.packing import sum_dtype
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
 _TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {
@@ -35,7 +35,7 @@ _TORCH: dict[type[nn.Module], Callable[[Any], Pointwise]] = {
     nn.ReLU6: lambda module: Pointwise("hardtanh", (float(module.min_val), float(module.max_val))),
 }
 _UNPARAMETERIZED = [name for name in FUNCTIONS if name not in ("elu", "leaky_relu", "hardtanh")]
-_SEQUENCES = 3  # dimensions, of tokens
+SEQUENCES = 3  # dimensions, of tokens
 _TOLERANCE = 1e-7  # constants that a model writes with ten digits, not another function
 _found: dict[tuple[Any, ...], Pointwise | None] = {}
 
@@ -85,16 +85,6 @@ class PackedActivation(PackedModule):
         self.rmm_function, self.rmm_is_composed = found, is_composed(self)
         return None
 
-    def _widen(self, noise: float) -> int | None:
-        function = self.rmm_function
-        bits = function.bits(self.rmm_bits)
-        known = {width: function.step(width) for width in (2, 4, 8)}
-        wider = width_below(noise, known, bits) if function.is_bounded and bits in known else bits
-        if wider == bits:
-            return None
-        self._take_bits(wider)
-        return wider
-
     def _take_bits(self, bits: int) -> None:
         self.rmm_bits = bits
 
@@ -133,7 +123,7 @@ class PointwiseFunction(SavingFunction):
         ctx.call, ctx.dtype = call, input.dtype
         ctx.stored_as = function.name, function.parameters, bits
         # Images have short rows, and perhaps channels in memory first.
-        ctx.layout = MemoryLayout.of(input) if index is None and input.dim() > _SEQUENCES else None
+        ctx.layout = MemoryLayout.of(input) if index is None and input.dim() > SEQUENCES else None
         rows = input.reshape(-1, input.shape[-1]) if ctx.layout is None else ctx.layout.matrix(input)
         if exact is None:
             output, stored = activate_and_pack(rows, index, call.seed, *ctx.stored_as)
@@ -155,13 +145,21 @@ class PointwiseFunction(SavingFunction):
         grad_input = as_shape(grad_input, grad_output.shape) if ctx.layout is None else ctx.layout.tensor(grad_input)
         function = Pointwise(*ctx.stored_as[:2])
         if ctx.call.noise is not None and function.is_bounded and not function.is_exact:
-            wide = torch.promote_types(y.dtype, torch.float32)  # without copies: memory may be short
-            variance = function.step(ctx.stored_as[2]) ** 2 / 12 * torch.linalg.vector_norm(y, dtype=wide).square()
-            channel = grad_input.dim() - 1 if ctx.layout is None else 1
-            others = [dim for dim in range(grad_input.dim()) if dim != channel]
-            sums = grad_input.sum(others, dtype=wide) if others else grad_input
-            ctx.call.noise(variance, sums.square().sum())
+            variance = function.step(ctx.stored_as[2]) ** 2 / 12 * square_of(y)
+            sums = square_of_sums(grad_input, None if ctx.layout is None else 1)
+            ctx.call.noise(variance, sums, ctx.stored_as[2])
         return grad_input.to(ctx.dtype), None, None, None, None, None
+
+
+def square_of_sums(gradient: Tensor, channel: int | None = None) -> Tensor:
+    """Return the squared norm of the sums over all dimensions but that of channels, the last one by default.
+
+    A tensor of four dimensions or more is taken for an image, whose channels are its second one.
+    """
+    channel = gradient.dim() - 1 if channel is None else channel
+    others = [dim for dim in range(gradient.dim()) if dim != channel]
+    sums = gradient.sum(others, dtype=sum_dtype(gradient.dtype)) if others else gradient
+    return square_of(sums)
 
 
 def is_composed(module: nn.Module) -> bool:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from rmm_linear._support.autocast import autocast_off, cast
 from rmm_linear._support.layouts import MemoryLayout, as_shape
-from rmm_linear.layers.function import SavingCall, SavingFunction, as_no_view
-from rmm_linear.ops.convolutions import decode_matrix, encode_matrix
+from rmm_linear.activations.pointwise import SEQUENCES, square_of_sums
+from rmm_linear.layers.function import SavingCall, SavingFunction, as_no_view, square_of
+from rmm_linear.ops.convolutions import decode_matrix, encode_matrix, scales_in
+from rmm_linear.packing import WIDTHS, rounding_variance, sum_dtype, weighted_variance
 
 
 class Product(NamedTuple):
@@ -96,8 +98,34 @@ class ProductFunction(SavingFunction):
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.added
             of_added = (y * ctx.product.scales[1]).sum_to_size(shape).to(dtype)
+        if ctx.call.noise is not None:
+            _tell_noise(ctx, y, (codes_a, codes_b), made)
         needed = [one if needs else None for one, needs in zip(made, ctx.needs_input_grad[:2], strict=True)]
         return *needed, of_added, *(None,) * 6
+
+
+def _tell_noise(ctx: Any, y: Tensor, codes: Sequence[Tensor | None], made: Sequence[Tensor | None]) -> None:
+    """Tell the noise of codes whose rows a gradient adds up."""
+    for place, (stored, how) in enumerate(zip(codes, ctx.how, strict=True)):
+        gradient = made[1 - place]
+        if stored is None or gradient is None or how[1] not in WIDTHS or how[2]:  # normal codes have other scales
+            continue
+        layout, bits, _ = how
+        shape, scales = ctx.like[place][0], scales_in(stored, layout.rows, layout.columns, bits)
+        if ctx.product.is_matrix:
+            are_tokens = layout.columns == shape[-1] and layout.order == tuple(range(len(shape)))
+            if place or ctx.product.indices is not None or shape[:-1] != y.shape[:-1] or not are_tokens:
+                continue
+            norms = torch.linalg.vector_norm(y, dim=-1, dtype=sum_dtype(y.dtype)).reshape(-1).double().square()
+            variance = rounding_variance(scales, layout.columns) @ norms * ctx.product.scales[0] ** 2
+        elif shape == y.shape:
+            variance = weighted_variance(scales, layout.matrix(y))
+        else:
+            continue
+        is_summed = ctx.product.is_matrix or gradient.shape != y.shape
+        channel = 1 if gradient.dim() > SEQUENCES else None
+        square = square_of(gradient) if is_summed else square_of_sums(gradient, channel)
+        ctx.call.noise(variance, square, bits, place)
 
 
 def encoded(x: Tensor, layout: MemoryLayout, bits: float, dtype: torch.dtype | None, seed: int | None) -> Tensor:

@@ -8,6 +8,10 @@ A code's noise is a known share of what a backward pass multiplies it by, but gr
   tokens or pixels, as in the gradients of biases, they add up to V = step²/12 · ‖dY‖². Where BatchNorm follows, all of
   dY adds up to zero, so that little of dX is left in that sum if g' is nearly the same everywhere.
 
+Convolutions are looked at as linear layers are: they sum over positions. Gated MLPs have two codes, each as that of an
+activation, as have products of two activations. Calls in a module's own code are looked at one by one, each as the
+operation that it is; the code that needs most bits decides for all of the module.
+
 Every module adds V, and the squared norm of the sum, of :data:`STEPS` training steps. Where √V is more than
 :data:`MOST_NOISE` of the sum's norm without noise, the code takes as few bits as bring it below. Noise of one module
 hides that of those below it, which inherit it: after a decision, the next steps are looked at again, in
@@ -16,9 +20,12 @@ hides that of those below it, which inherit it: after a decision, the next steps
 Where no backward pass of a round was looked at, nothing is any more. A decision needs a moment without forward passes
 that wait for their backward pass; where there is none for long, the log and the report say so.
 
-Not looked at: sketches of fewer rows, normal codes (1.6 and 1 bits), compiled code. Ranks decide by their own batches;
-codes never leave a rank, and gradients are unbiased whatever they decide. Those of a tensor parallel group see the
-same numbers where they must compute the same.
+Not looked at: sketches of fewer rows, and linear layers with ``memory``, as wider codes would leave fewer of them; 1.6
+bits and 1 bit; norms, attention, experts, elementwise code that is known by no name, einsum and products of matrices
+other than tokens times a weight; compiled code. Of a module that is called several times in a step, squares of the
+norms are added, as if the calls' gradients had nothing in common. Ranks decide by their own batches; codes never leave
+a rank, and gradients are unbiased whatever they decide. Those of a tensor parallel group see the same numbers where
+they must compute the same.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear.context.learned import STEPS
+from rmm_linear.packing import RELATIVE_VARIANCE, WIDTHS
 from rmm_linear.sketches.seeds import is_capturing, is_simulated
 
 MOST_NOISE = 0.5
@@ -51,7 +59,9 @@ class CodeNoise:
     widened: dict[int, tuple[int, float]] = field(default_factory=dict)
     rounds: int = 0
     _passes: int = field(default=0, compare=False)
-    _sums: dict[int, Tensor] = field(default_factory=dict, compare=False)  # V, and the squared norm
+    # V, and the squared norm, by the index of a module and the place of a code in it
+    _sums: dict[tuple[int, int], Tensor] = field(default_factory=dict, compare=False)
+    _bits: dict[tuple[int, int], int] = field(default_factory=dict, compare=False)  # of these codes
 
     @property
     def is_observing(self) -> bool:
@@ -74,36 +84,48 @@ class CodeNoise:
         if self.is_observing and not is_simulated():
             self._passes += 1
 
-    def add(self, index: int, variance: Tensor, square: Tensor) -> None:
-        """Add V and the squared norm of one call, from its backward pass."""
-        if isinstance(square, FakeTensor) or square.device.type == "meta" or is_capturing(square.device):
+    def add(self, index: int, variance: Tensor, square: Tensor, bits: float, place: int = 0, *, site: int = 0) -> None:
+        """Add V and the squared norm of one code, from a backward pass.
+
+        index: Of the module. bits: Of the code. place: Of the code in a call, ``site``: that of the call's first one.
+        """
+        if bits not in WIDTHS or isinstance(square, FakeTensor):
+            return
+        if square.device.type == "meta" or is_capturing(square.device):
             return
         found = torch.stack([variance.double(), square.double()])
         found = torch.where(found.isfinite().all(), found, 0)  # no step that overflowed
-        known = self._sums.get(index)
-        self._sums[index] = found if known is None else known.to(found.device) + found
+        key = index, site + place
+        self._bits[key] = int(bits)
+        known = self._sums.get(key)
+        self._sums[key] = found if known is None else known.to(found.device) + found
 
-    def decide(self, groups: Iterable[tuple[int, ...]], had_backward: bool = True) -> dict[int, float]:
+    def decide(self, groups: Iterable[tuple[int, ...]], had_backward: bool = True) -> dict[int, tuple[float, int]]:
         """Return the noise by the gradient of the modules that have too much of it, and end the round.
+
+        With the noise of a module, the width of its code; where there are several, those of the one that needs most.
 
         groups: Indices of the modules that share a code.
         had_backward: Whether there was a backward pass: if none of it was looked at, nothing is any more.
         """
-        sums, self._sums, self._passes = self._sums, {}, 0
+        sums, bits, self._sums, self._bits, self._passes = self._sums, self._bits, {}, {}, 0
         self.rounds += 1
         if not sums:
             self.rounds = ROUNDS if had_backward else self.rounds
             return {}
-        place = next(iter(sums.values())).device
-        values = torch.stack([one.to(place) for one in sums.values()]).tolist()
-        each = {index: one for index, one in zip(sums, values, strict=True)}
+        device = next(iter(sums.values())).device
+        values = torch.stack([one.to(device) for one in sums.values()]).tolist()
+        each = dict(zip(sums, values, strict=True))
         found = dict(each)
         for group in sorted(groups, key=len):
-            members = [index for index in group if index in each]
-            together = [sum(column) for column in zip(*(each[index] for index in members), strict=True)]
+            members = [(index, 0) for index in group if (index, 0) in each]
+            together = [sum(column) for column in zip(*(each[one] for one in members), strict=True)]
             found |= dict.fromkeys(members, together)
-        ratios = {index: _ratio(*one) for index, one in found.items()}
-        useless = {index: one for index, one in ratios.items() if one > MOST_NOISE}
+        useless = dict[int, tuple[float, int]]()
+        for key, one in found.items():
+            noise, known = (_ratio(*one), bits[key]), useless.get(key[0])
+            if noise[0] > MOST_NOISE and (known is None or (width_below(*noise), noise) > (width_below(*known), known)):
+                useless[key[0]] = noise
         if not useless:
             self.rounds = ROUNDS
         return useless
@@ -116,17 +138,13 @@ class CodeNoise:
 
     def settled(self) -> CodeNoise:
         """Return a copy that looks at nothing more."""
-        return replace(self, widened=dict(self.widened), rounds=ROUNDS, _passes=0, _sums={})
+        return replace(self, widened=dict(self.widened), rounds=ROUNDS, _passes=0, _sums={}, _bits={})
 
 
-def width_below(noise: float, steps: Mapping[int, float], bits: int) -> int:
-    """Return the least width that brings noise below the bound, or the greatest.
-
-    steps: Width to the noise of its codes, in any unit.
-    """
-    wider = sorted(one for one in steps if one > bits)
-    fitting = (one for one in wider if noise * steps[one] / steps[bits] <= MOST_NOISE)
-    return next(fitting, wider[-1] if wider else bits)
+def width_below(noise: float, bits: int) -> int:
+    """Return 4 or 8, whichever brings the noise of a narrower code below the bound; its own width if it is 8."""
+    is_enough = bits < 4 and noise * math.sqrt(RELATIVE_VARIANCE[4] / RELATIVE_VARIANCE[bits]) <= MOST_NOISE
+    return 4 if is_enough else 8
 
 
 def _ratio(variance: float, square: float) -> float:

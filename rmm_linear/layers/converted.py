@@ -12,11 +12,13 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.code_noise import width_below
 from rmm_linear.context.learned import GradientRows, largest_of_rows
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, infers_shapes, is_checkpointed
 from rmm_linear.context.survey import Exact
 from rmm_linear.layers.function import SavingCall
+from rmm_linear.packing import WIDTHS
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
@@ -50,6 +52,7 @@ class ConvertedModule(nn.Module):
     rmm_index: int  # index of the module in the converted model
     rmm_mask_checked: bool  # whether a backward pass has shown that masked tokens carry no gradient
     rmm_took_seed: bool  # whether the last call that was no recomputation took a seed
+    rmm_least_bits: int = 0  # of its codes, as the first steps have shown
 
     @classmethod
     def fields_of(cls, original: type[nn.Module]) -> dict[str, Any]:
@@ -116,19 +119,28 @@ class ConvertedModule(nn.Module):
         on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
         return SavingCall(seed, mask, on_backward, False, forward_pass)
 
-    def _noise_of_codes(self) -> Callable[[Tensor, Tensor], None] | None:
+    def _noise_of_codes(self) -> Callable[..., None] | None:
         """Return what a backward pass is to tell of its code's noise; None after the first steps."""
         context = self.rmm_context
         if context is None or not context.noise.is_observing:
             return None
         return functools.partial(context.noise.add, self.rmm_index)
 
-    def _widen(self, noise: float) -> int | None:
-        """Take more bits for codes whose noise is so much of the gradient; return them, or None without others."""
-        return None
+    def _widen(self, noise: float, bits: int) -> int | None:
+        """Take more bits for a code whose noise is so much of the gradient; return them, or None without others."""
+        wider = width_below(noise, bits)
+        if wider == bits:
+            return None
+        self._take_bits(wider)
+        return wider
 
     def _take_bits(self, bits: int) -> None:
-        """Take so many bits for codes."""
+        """Take at least so many bits for codes."""
+        self.rmm_least_bits = bits
+
+    def _width(self, bits: float) -> float:
+        """Return the width of a code that the configuration gives so many bits."""
+        return max(bits, self.rmm_least_bits) if bits in WIDTHS else bits
 
     def _survey(
         self, input: Tensor, output: Tensor, run: Exact | None = None, dims: int = 1, site: int | None = None

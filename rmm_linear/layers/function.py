@@ -28,7 +28,7 @@ from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.context.sketch_cache import SketchCache
 from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
-from rmm_linear.packing import rounding_variance
+from rmm_linear.packing import rounding_variance, sum_dtype
 from rmm_linear.sketches import TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
@@ -110,8 +110,9 @@ class SavingCall:
     is_exact: bool = False  # whether nothing is compressed, because activation checkpointing would drop it
     # Held by the node, for a recomputation; it notes that its backward pass has begun
     forward_pass: ForwardPass | None = None
-    # Called with the noise of the code and the gradient, see context.code_noise, in the first steps
-    noise: Callable[[Tensor, Tensor], None] | None = None
+    # Called with the noise of a code, the squared norm of its gradient, its width and perhaps its place, in the first
+    # steps: see context.code_noise
+    noise: Callable[..., None] | None = None
     # Of an attention, by whether there was no mask and whether it was causal: whether such masks have hidden padding
     # from every valid token so far, and the first node of the forward pass that found out
     answers: dict[tuple[bool, bool], tuple[bool, int | None]] = field(default_factory=dict)
@@ -191,6 +192,11 @@ class SketchedLinearFunction(SavingFunction):
         return grad_input, grad_weight, grad_bias, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
+def square_of(gradient: Tensor) -> Tensor:
+    """Return the squared norm of a gradient, without a copy of it."""
+    return torch.linalg.vector_norm(gradient, dtype=sum_dtype(gradient.dtype)).double().square()
+
+
 def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | None, saved: list[Tensor]) -> Tensor:
     mask = None if order is None or count is None else TokenMask(order, count)
     if ctx.on_backward is not None:
@@ -202,7 +208,7 @@ def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | 
     if ctx.noise is not None:
         norms = row_norms(y) if mask is None else row_norms(y).index_select(0, mask.index)
         variance = rounding_variance(saved[1], ctx.input_shape[-1]) @ norms.double().square()
-        ctx.noise(variance, torch.linalg.vector_norm(gradient, dtype=torch.float32).square())  # no copy of it
+        ctx.noise(variance, square_of(gradient), ctx.spec.bits)
     return gradient.to(ctx.weight_dtype)
 
 

@@ -13,7 +13,6 @@ from rmm_linear._support.autocast import autocast_dtype, is_autocast
 from rmm_linear._support.distributed import dividing, is_dtensor
 from rmm_linear._support.layouts import is_dense
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.code_noise import width_below
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.sketch_cache import CacheEntry
@@ -31,7 +30,6 @@ from rmm_linear.layers.function import (
 from rmm_linear.layers.sharded import linear_layout, say_exact, sharded_linear
 from rmm_linear.norm_estimators import LayerCall, NormEstimator, make_norm_estimator
 from rmm_linear.ops.save import is_view_of_more, save
-from rmm_linear.packing import RELATIVE_VARIANCE, WIDTHS
 from rmm_linear.sketches import SAMPLERS, TokenMask, row_norms
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 from rmm_linear.spec import SaveSpec
@@ -216,18 +214,8 @@ class SketchedLayer(ConvertedModule):
         directions = context.directions.get(index) if is_directed else None
         seed = context.layer_seed(index)
         rows = call.tokens if valid is None else valid
-        noise = self._noise_of_codes() if spec.kind == "countsketch" and spec.rows >= rows else None
-        noise = noise if spec.bits in WIDTHS else None
+        noise = self._noise_of_codes() if spec.rounds_all(rows) and config.memory is None else None
         return LinearCall(spec, seed, dtype, mask, cache, index, expected, on_backward, directions, noise)
-
-    def _widen(self, noise: float) -> int | None:
-        bits = self.rmm_config.width(1, 1)
-        known = {width: RELATIVE_VARIANCE[width] ** 0.5 for width in WIDTHS}
-        wider = width_below(noise, known, int(bits)) if bits in known else bits
-        if wider == bits:
-            return None
-        self._take_bits(int(wider))  # pyright: ignore[reportArgumentType]
-        return self.rmm_config.bits  # pyright: ignore[reportReturnType]
 
     def _take_bits(self, bits: int) -> None:
         self.rmm_config = self.rmm_config.replace(bits=bits)

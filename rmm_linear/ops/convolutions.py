@@ -52,6 +52,11 @@ def _(x, bits, seed):
     return x.new_empty(stored_bytes(_parts(x.shape[0], x.shape[1], bits)), dtype=torch.uint8)
 
 
+def scales_in(stored: Tensor, rows: int, columns: int, bits: float) -> Tensor:
+    """Return the scales of what :func:`encode_matrix` has stored, bytes, shape (rows, groups)."""
+    return views(stored, _parts(rows, columns, bits))[2]
+
+
 @operator(
     "decode_matrix",
     "(Tensor stored, SymInt rows, SymInt columns, float bits, ScalarType dtype) -> Tensor",

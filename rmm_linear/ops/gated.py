@@ -153,6 +153,11 @@ def apply_gated(
     return first if needs_a else None, second if needs_b else None
 
 
+def gated_scales(stored: Tensor, rows: int, columns: int, bits: int, *needs: bool) -> list[Tensor]:
+    """Return the scales of what :func:`keep_gated` saved, of the products that are there."""
+    return views(stored, stored_parts(rows, columns, bits, sum(needs)))[2::2]
+
+
 @operator("gate_and_pack", samples=_operator_samples, flops=lambda a, *_: _packing_flops(a) + 2 * math.prod(a))
 def gate_and_pack(
     a: Tensor,

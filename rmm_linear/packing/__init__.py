@@ -25,8 +25,10 @@ from rmm_linear.packing.pack import (
     packed_parts,
     rounding_variance,
     row_parts,
+    sum_dtype,
     unpack,
     unpack_parts,
+    weighted_variance,
 )
 from rmm_linear.packing.rounding import GROUP, ROUNDING_STREAM, WIDTHS, RoundingNoise
 
@@ -56,7 +58,9 @@ __all__ = [
     "rotated_columns",
     "rounding_variance",
     "row_parts",
+    "sum_dtype",
     "unpack",
     "unpack_parts",
     "unrotate",
+    "weighted_variance",
 ]

@@ -164,6 +164,28 @@ def rounding_variance(scales: Tensor, columns: int) -> Tensor:
     return scales_of(scales).double().square() @ sizes / 12
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of sums; None for that of bfloat16, which are rounded once and may be as large as in float32.
+
+    On a CPU, sums in another dtype are those of a copy.
+    """
+    return None if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
+
+
+def weighted_variance(scales: Tensor, y: Tensor, index: Tensor | None = None) -> Tensor:
+    """Return the variance that packing added to a product with y, element by element: Σ y² · scale² / 12.
+
+    scales: Of :func:`pack`. y: Floating point, shape (N, columns). index: The rows of y that were packed; None for all.
+    Returns float64 without dimensions.
+    """
+    how, whole = {"dtype": sum_dtype(y.dtype)}, y.shape[1] // GROUP * GROUP
+    norms = torch.linalg.vector_norm(y[:, :whole].unflatten(1, (whole // GROUP, GROUP)), dim=2, **how)
+    if whole < y.shape[1]:
+        norms = torch.cat([norms, torch.linalg.vector_norm(y[:, whole:], dim=1, keepdim=True, **how)], 1)
+    norms = norms if index is None else norms.index_select(0, index)
+    return (norms.double() * scales_of(scales)).square().sum() / 12
+
+
 def element_variance(scales: Tensor, columns: int) -> Tensor:
     """Return v = scale² / 12, the variance of every element that packing added, float64, shape (rows, columns)."""
     return (scales_of(scales).double().square() / 12).repeat_interleave(GROUP, dim=1)[:, :columns]

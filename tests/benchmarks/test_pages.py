@@ -9,9 +9,11 @@ import pytest
 from frontier_helpers import epoch, noisy, point
 
 from benchmarks.frontier.aggregate import comparable, score_text, tasks_of
-from benchmarks.frontier.rows import Cost
+from benchmarks.frontier.methods import METHODS
+from benchmarks.frontier.rows import Cost, Epoch
 from benchmarks.pages import fill
-from benchmarks.pages.frontier_noise import predictions
+from benchmarks.pages.frontier_noise import TABLES, predictions
+from benchmarks.records import write_rows
 from rmm_linear.variance import effective_batch
 
 BEGIN, END = "<!-- table: readme -->", "<!-- end -->"
@@ -66,6 +68,29 @@ def test_means_are_of_seeds_and_tasks_that_all_methods_have() -> None:
     # 10 of 0, 10 and 20 with an error of 10 / √3, and 0 of −10, −10, −10 and 30 with one of 10.
     assert score_text(found, ["cola", "stsb"], "tenth") == "+5.0 ± 5.8"
     assert score_text(found, ["cola"], "fp8") == ""
+
+
+def test_a_loss_is_told_from_exact_where_all_of_its_interval_is_above_it(tmp_path: Path) -> None:
+    def runs(method: str, losses: list[float], settings: str) -> list[Epoch]:
+        made = [epoch(method, seed, 0.5, "cola-slow") for seed in range(len(losses))]
+        return [replace(one, train_loss=loss, settings=settings) for one, loss in zip(made, losses, strict=True)]
+
+    def now(method: str) -> str:
+        return METHODS[method].settings()
+
+    rows = runs("exact", [1.0, 1.0, 1.0], "{}") + runs("careful", [1.03, 1.03, 1.05], now("careful"))
+    write_rows(tmp_path / "frontier-accuracy.csv", [*rows, *runs("tenth", [1.9, 1.9, 1.9], "another")])
+    points = [replace(point("exact", 8, 2.0, step=200), seed=seed) for seed in (0, 1)]
+    made = [replace(point("careful", 8, loss, step=200), seed=seed) for seed, loss in enumerate((2.0, 2.2))]
+    made.append(replace(point("smallest", 8, 2.1, step=200), settings=now("smallest")))
+    points += [replace(one, settings=now(one.method)) for one in made]
+    write_rows(tmp_path / "frontier-curves.csv", points)
+    lines = [line.split("|")[2:-1] for line in TABLES["frontier-told"](tmp_path).splitlines()[2:]]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["ours, careful", "+3.67 ± 0.67 %", "yes", "+0.00 ± 0.00", "3"],
+        ["ours, careful", "+5.00 ± 5.00 %", "no", "", "2"],
+        ["ours, smallest", "+5.00 %", "?", "", "1"],
+    ]
 
 
 @pytest.mark.parametrize(("loss", "found"), [(1.9, None), (2.5, 32**0.5), (3.0, 4), (3.5, 8**0.5), (4.1, None)])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import bytes_kept
 from torch import nn
+from torch.nn import functional as F
 
 from rmm_linear import RMMConfig, convert, revert
 from rmm_linear.context.code_noise import MOST_NOISE, ROUNDS, CodeNoise, width_below
@@ -45,8 +46,62 @@ class Classes(nn.Module):
         return ((self.one(x) + self.other(x).tanh()) * self.signs).sum()
 
 
+class Gated(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 8)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Pixels(nn.Module):
+    """A convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv = nn.Linear(32, 32), nn.Conv1d(64, 8, 1)
+
+    def forward(self, x):
+        return self.conv(self.first(x).unsqueeze(0)).squeeze(0).T
+
+
+class Own(nn.Module):
+    """Functions and a product in the module's own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(32, 32), nn.Parameter(torch.ones(32))
+        self.weight = nn.Parameter(torch.randn(8, 32))
+
+    def forward(self, x):
+        return F.linear(self.first(x) * self.scale, self.weight)
+
+
+class Signed(nn.Module):
+    """A module of rows that are alike, whose gradients pull in opposite directions, or not."""
+
+    def __init__(self, kind, is_balanced=True):
+        super().__init__()
+        self.inner, self.is_balanced = kind(), is_balanced
+
+    def forward(self, x):
+        y = self.inner(x)
+        sign = torch.arange(len(y)).remainder(2).unsqueeze(1) * 2.0 - 1
+        return (sign * y if self.is_balanced else y).sum()
+
+
+_CODED = {Gated: ["activation"], Pixels: ["convolution"], Own: ["linear", "activation"]}
+
+
 def made(kind, *arguments):
     torch.manual_seed(0)
+    if kind in _CODED:
+        x = torch.randn(1, 32).expand(64, 32) + 0.01 * torch.randn(64, 32)
+        return Signed(kind, *arguments).train(), x, {"operations": _CODED[kind], "min_rows": 8}
     model = kind(*arguments).train()
     if kind is Images:
         return model, torch.randn(4, 3, 8, 8), {"operations": ["activation"]}
@@ -69,7 +124,18 @@ def converted(kind, *arguments, steps=STEPS + 1):
 
 @pytest.mark.parametrize(
     ("kind", "is_useless", "found"),
-    [(Images, True, ["act"]), (Images, False, []), (Classes, True, ["one", "other"]), (Classes, False, [])],
+    [
+        (Images, True, ["act"]),
+        (Images, False, []),
+        (Classes, True, ["one", "other"]),
+        (Classes, False, []),
+        (Gated, True, ["inner"]),
+        (Gated, False, []),
+        (Pixels, True, ["inner.conv"]),
+        (Pixels, False, []),
+        (Own, True, ["inner", "inner.first"]),
+        (Own, False, []),
+    ],
 )
 def test_what_takes_more_bits_and_says_so(kind, is_useless, found, caplog):
     caplog.set_level(logging.INFO, "rmm_linear")
@@ -108,6 +174,147 @@ def test_the_noise_is_that_of_the_parameter_and_falls_below_the_bound(kind, modu
     if estimate < 3:  # above it, little of what is left besides noise is known
         assert abs(estimate / before - 1) < 0.35
     assert before > MOST_NOISE > noise(model, x, name, 24)
+
+
+class Scaled(nn.Module):
+    """A parameter, so that what follows has an input that is a result, and what follows."""
+
+    def __init__(self, inner, channels):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.randn(channels)), inner
+
+    def forward(self, x):
+        return self.inner(x.movedim(1, -1).mul(self.scale).movedim(-1, 1))
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.batches = nn.Parameter(torch.randn(12, 8)), nn.Parameter(torch.randn(2, 12, 6))
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return torch.bmm(F.linear(x.mT, self.weight), self.batches) * self.scale
+
+
+class Gates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.one(x.mT) * self.other(x.mT)
+
+
+_CODES = {
+    "convolution": (lambda: nn.Conv2d(8, 12, 3, padding=1), (4, 8, 10, 10), "weight", 0),
+    "groups": (lambda: nn.Conv2d(8, 12, 3, 2, 1, dilation=2, groups=4), (4, 8, 11, 9), "weight", 0),
+    "depthwise": (lambda: nn.Conv2d(16, 16, 3, padding=1, groups=16), (20, 16, 8, 8), "weight", 0),
+    "padded": (lambda: nn.Conv1d(8, 6, 5, padding="same"), (3, 8, 50), "weight", 0),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 6, 3, 2, 1, 1, groups=2), (4, 8, 7, 7), "weight", 0),
+    "function": (Calls, (2, 8, 50), "weight", 0),
+    "batches": (Calls, (2, 8, 50), "batches", 2),
+    "scale": (Calls, (2, 8, 50), "scale", 4),
+    "one": (Gates, (2, 8, 50), "one.bias", 1),
+    "other": (Gates, (2, 8, 50), "other.bias", 0),
+    "gate": (lambda: Last(Gated()), (2, 32, 50), "inner.gate_proj.bias", 0),
+    "up": (lambda: Last(Gated()), (2, 32, 50), "inner.up_proj.bias", 1),
+}
+
+
+class Last(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", _CODES)
+def test_the_variance_is_that_of_the_gradient_and_so_is_the_square(case, dtype):
+    """A mean square of 6 numbers or more over 60 draws has a standard error of 0.1, as neighbours correlate.
+
+    In bfloat16 the gradient's own rounding, 2^-9 of each number, is far below codes of 3 and 4 bits.
+    """
+    torch.manual_seed(0)
+    kind, shape, name, place = _CODES[case]
+    model = Scaled(kind(), shape[1]).train().to(dtype)
+    last = torch.channels_last if case == "depthwise" else torch.contiguous_format
+    sizes = torch.rand(shape[1]).view(-1, *(1,) * (len(shape) - 2))
+    x = (torch.randn(shape) * sizes).to(dtype).contiguous(memory_format=last)
+    model = model.to(memory_format=last)
+    weights = torch.randn(model(x).shape)
+
+    def gradient():
+        model.zero_grad()
+        (model(x) * weights).sum().backward()
+        return model.inner.get_parameter(name).grad.double()
+
+    exact = gradient()
+    context = convert(model, operations=["linear", "convolution", "activation"], min_rows=8).context
+    module = "inner.inner" if case in ("gate", "up") else "inner"
+    index, predicted, found, squares = context.names.index(module), 0.0, 0.0, 0.0
+    for _ in range(60):
+        context.noise = CodeNoise()
+        made = gradient()
+        variance, square = context.noise._sums[index, place].tolist()
+        found, predicted = found + float((made - exact).square().sum()), predicted + variance
+        squares += square / float(made.square().sum()) / 60
+    assert abs(predicted / found - 1) < 0.4
+    assert abs(squares - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [({"bits": 8}, 8), ({"bits": 1.6}, 8), ({"bits": None}, 8), ({"bits": None, "activation_bits": 1}, None)],
+)
+def test_a_call_in_own_code_widens_what_is_noisy_and_no_other_code(how, expected):
+    """The activation's noise is 2.9 of its gradient in 4 bits; linear layers are exact, or as narrow as asked for."""
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 32))
+
+        def forward(self, x):
+            return F.linear(F.silu(x), self.weight)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner = nn.Linear(32, 32), Inner()
+
+        def forward(self, x):
+            y = self.inner(0.02 * self.first(x))
+            return (y * (torch.arange(len(y)).remainder(2).unsqueeze(1) * 2.0 - 1)).sum()
+
+    torch.manual_seed(0)
+    model, x = Outer().train(), torch.randn(1, 32).expand(64, 32) + 0.05 * torch.randn(64, 32)
+    exact = step(model, x)[-1]
+    report = convert(model, operations=["linear", "activation"], min_rows=8, exclude_modules="first", **how)
+    for _ in range(STEPS + 1):
+        step(model, x)
+    assert report.widened.get("inner", (None,))[0] == expected
+    if how["bits"] is None:
+        assert torch.equal(step(model, x)[-1], exact)  # of the weight, whose input stays as it is
+
+
+def test_more_bits_would_be_fewer_rows_where_memory_is_given():
+    model, x, _ = made(Classes)
+    report = convert(model, memory=0.3, bits=3, min_rows=8)
+    for _ in range(STEPS + 1):
+        step(model, x)
+    assert report.widened == {}
+
+
+def test_doubles_are_looked_at():
+    model, x, how = made(Pixels)
+    report = convert(model.double(), **how)
+    for _ in range(STEPS + 1):
+        step(model, x.double())
+    assert list(report.widened) == ["inner.conv"]
 
 
 def test_layers_that_share_a_code_still_do():
@@ -234,14 +441,17 @@ def test_rounds_end():
         for _ in range(STEPS):
             assert noise.is_observing
             noise.note_pass()
-        noise.add(0, torch.tensor(1.0), torch.tensor(1.0))
-        noise.add(1, torch.tensor(1.0), torch.tensor(100.0))
-        assert noise.decide([(1, 2)]) == {0: 1000.0}
+        noise.add(0, torch.tensor(1.0), torch.tensor(1.0), 3)
+        noise.add(1, torch.tensor(1.0), torch.tensor(100.0), 3)
+        assert noise.decide([(1, 2)]) == {0: (1000.0, 3)}
         noise.note_widened({0: (8, 1000.0)})
         assert noise.rounds == count
     assert not noise.is_observing
 
 
-@pytest.mark.parametrize(("noise", "expected"), [(0.6, 4), (2.0, 8), (1000.0, 8)])
-def test_as_few_bits_as_are_enough(noise, expected):
-    assert width_below(noise, {2: 0.5, 3: 0.2, 4: 0.1, 8: 0.006}, 3) == expected
+@pytest.mark.parametrize(
+    ("noise", "bits", "expected"),
+    [(0.6, 3, 4), (2.0, 3, 8), (1000.0, 3, 8), (0.6, 2, 4), (0.6, 4, 8), (9.0, 8, 8)],
+)
+def test_as_few_bits_as_are_enough(noise, bits, expected):
+    assert width_below(noise, bits) == expected
