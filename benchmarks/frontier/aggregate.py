@@ -66,15 +66,23 @@ def together_and_apart(tasks: Sequence[str]) -> tuple[list[str], list[str]]:
 def comparable(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> list[Epoch]:
     """Return the runs that tables and pictures compare: rows of other seeds are not comparable either."""
     seeds = {task: _common(epochs, costs, task) for task in TITLES}
-    return [row for row in epochs if len(seeds.get(row.task, ())) < _SEEDS or row.seed in seeds[row.task]]
+    there = {(row.task, row.method, row.seed) for row in epochs if row.epoch == row.epochs}
+
+    def is_one(row: Epoch) -> bool:
+        common = seeds.get(row.task, ())
+        is_whole = all((row.task, row.method, seed) in there for seed in common)
+        return len(common) < _SEEDS or (row.seed in common and is_whole)
+
+    return [row for row in epochs if is_one(row)]
 
 
 def _common(epochs: Sequence[Epoch], costs: Sequence[Cost], task: str) -> set[int]:
     methods = {EXACT if METHODS[row.method].is_exact else row.method for row in costs if row.task == task}
     last = [row for row in epochs if row.task == task and row.epoch == row.epochs]
     found = [{row.seed for row in last if row.method == method} for method in methods]
-    found = [seeds for seeds in found if seeds]  # of a method that was not trained yet, costs alone are shown
-    return set.intersection(*found) if found else set()
+    # Of a method that was not trained yet with so many seeds, costs alone are shown.
+    whole = [seeds for seeds in found if len(seeds) >= _SEEDS] or [seeds for seeds in found if seeds]
+    return set.intersection(*whole) if whole else set()
 
 
 def apart_of(epochs: Sequence[Epoch], task: str, method: str) -> list[float]:

@@ -13,8 +13,8 @@ activation, as have products of two activations. Calls in a module's own code ar
 operation that it is; the code that needs most bits decides for all of the module.
 
 Every module adds V, and the squared norm of the sum, of :data:`STEPS` training steps. Where √V is more than
-:data:`MOST_NOISE` of the sum's norm without noise, the code takes as few bits as bring it below. Noise of one module
-hides that of those below it, which inherit it: after a decision, the next steps are looked at again, in
+:data:`MOST_NOISE` of the sum's norm without noise (0.73 in 2 bits), the code takes as few bits as bring it below. Noise
+of one module hides that of those below it, which inherit it: after a decision, the next steps are looked at again, in
 :data:`ROUNDS` rounds at most. Layers that share a code share the decision.
 
 Where no backward pass of a round was looked at, nothing is any more. A decision needs a moment without forward passes
@@ -124,7 +124,9 @@ class CodeNoise:
         useless = dict[int, tuple[float, int]]()
         for key, one in found.items():
             noise, known = (_ratio(*one), bits[key]), useless.get(key[0])
-            if noise[0] > MOST_NOISE and (known is None or (width_below(*noise), noise) > (width_below(*known), known)):
+            if noise[0] > _most(noise[1]) and (
+                known is None or (width_below(*noise), noise) > (width_below(*known), known)
+            ):
                 useless[key[0]] = noise
         if not useless:
             self.rounds = ROUNDS
@@ -139,6 +141,11 @@ class CodeNoise:
     def settled(self) -> CodeNoise:
         """Return a copy that looks at nothing more."""
         return replace(self, widened=dict(self.widened), rounds=ROUNDS, _passes=0, _sums={}, _bits={})
+
+
+def _most(bits: int) -> float:
+    """Return the bound of a code: 2 bits alone have nearly so much of themselves, where no gradients cancel."""
+    return max(MOST_NOISE, 2 * math.sqrt(RELATIVE_VARIANCE[bits]))
 
 
 def width_below(noise: float, bits: int) -> int:

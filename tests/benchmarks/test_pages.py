@@ -61,13 +61,16 @@ def test_means_are_of_seeds_and_tasks_that_all_methods_have() -> None:
     epochs += [epoch("tenth", seed, 0.5 + 0.1 * seed) for seed in range(3)]
     epochs += [epoch("tenth", seed, 0.4 if seed < 3 else 0.8, "stsb") for seed in range(4)]
     epochs += [epoch("exact", seed, 0.5, "rte") for seed in range(5)] + [epoch("tenth", 0, 0.9, "rte")]
-    assert tasks_of(epochs, costs) == ["cola", "stsb"]
+    epochs += [epoch(method, 0, 0.5, "sst2") for method in ("exact", "tenth")]
+    costs += [Cost(task="sst2", method=method) for method in ("exact", "tenth")]
+    assert tasks_of(epochs, costs) == ["cola", "stsb", "rte"]
     found = comparable(epochs, costs)
     assert {row.seed for row in found if row.task == "cola"} == {0, 1, 2}
     assert {row.seed for row in found if row.task == "stsb"} == {0, 1, 2, 3}
     # 10 of 0, 10 and 20 with an error of 10 / √3, and 0 of −10, −10, −10 and 30 with one of 10.
     assert score_text(found, ["cola", "stsb"], "tenth") == "+5.0 ± 5.8"
     assert score_text(found, ["cola"], "fp8") == ""
+    assert score_text(found, ["cola", "rte"], "tenth") == ""  # of the one seed on RTE, no mean over tasks is made
 
 
 def test_a_loss_is_told_from_exact_where_all_of_its_interval_is_above_it(tmp_path: Path) -> None:

@@ -449,6 +449,13 @@ def test_rounds_end():
     assert not noise.is_observing
 
 
+@pytest.mark.parametrize(("bits", "is_useless"), [(2, False), (3, True), (4, True)])
+def test_two_bits_have_much_noise_without_any_gradients_that_cancel(bits, is_useless):
+    noise = CodeNoise()
+    noise.add(0, torch.tensor(0.36), torch.tensor(1.36), bits)
+    assert list(noise.decide([])) == [0] * is_useless
+
+
 @pytest.mark.parametrize(
     ("noise", "bits", "expected"),
     [(0.6, 3, 4), (2.0, 3, 8), (1000.0, 3, 8), (0.6, 2, 4), (0.6, 4, 8), (9.0, 8, 8)],
