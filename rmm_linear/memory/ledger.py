@@ -177,7 +177,8 @@ def track_saved(model: nn.Module) -> Iterator[Ledger]:
         {'0': 160}
     """
     contexts = {id(found): found for one in model.modules() if (found := getattr(one, "rmm_context", None)) is not None}
-    own = {storage_key(part) for tensor in (*model.parameters(), *model.buffers()) for part in parts(tensor)}
+    # Held, so that nothing else gets the address of a buffer that is replaced inside the block.
+    own = {storage_key(one): storages(one) for each in (*model.parameters(), *model.buffers()) for one in parts(each)}
     ledger = Ledger()
     running: list[str] = []
 

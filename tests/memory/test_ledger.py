@@ -43,6 +43,26 @@ def test_parameters_and_buffers_do_not_count():
     assert total(lambda: layer(x), nn.Identity()) == 10 * 4 * 4 + 3 * 4 * 4
 
 
+class Replaces(nn.Module):
+    """Drops a buffer of the size of what it saves, which mostly gets its address."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("state", torch.randn(size))
+
+    def forward(self, x):
+        self.state = None
+        return x.exp()
+
+
+@pytest.mark.parametrize("size", [64, 256, 4096])
+def test_what_takes_the_place_of_a_buffer_counts(size):
+    model = Replaces(size)
+    with track_saved(model) as ledger:
+        _ = model(torch.randn(size, requires_grad=True))
+    assert ledger.total == 4 * size
+
+
 def test_tensors_on_the_meta_device_do_not_count():
     layer, shapes = nn.Linear(4, 3), torch.ones(1000, device="meta", requires_grad=True)
     assert total(lambda: (layer(torch.randn(10, 4)), shapes.exp()), layer) == 10 * 4 * 4
