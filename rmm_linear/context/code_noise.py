@@ -100,10 +100,10 @@ class CodeNoise:
         known = self._sums.get(key)
         self._sums[key] = found if known is None else known.to(found.device) + found
 
-    def decide(self, groups: Iterable[tuple[int, ...]], had_backward: bool = True) -> dict[int, tuple[float, int]]:
-        """Return the noise by the gradient of the modules that have too much of it, and end the round.
+    def decide(self, groups: Iterable[tuple[int, ...]], had_backward: bool = True) -> dict[int, tuple[int, float]]:
+        """Return the bits that modules need whose noise is too large, with that noise by the gradient; end the round.
 
-        With the noise of a module, the width of its code; where there are several, those of the one that needs most.
+        Of a module with several codes, those of the one that needs most; codes that are as wide as can be need none.
 
         groups: Indices of the modules that share a code.
         had_backward: Whether there was a backward pass: if none of it was looked at, nothing is any more.
@@ -121,13 +121,12 @@ class CodeNoise:
             members = [(index, 0) for index in group if (index, 0) in each]
             together = [sum(column) for column in zip(*(each[one] for one in members), strict=True)]
             found |= dict.fromkeys(members, together)
-        useless = dict[int, tuple[float, int]]()
+        useless = dict[int, tuple[int, float]]()
         for key, one in found.items():
-            noise, known = (_ratio(*one), bits[key]), useless.get(key[0])
-            if noise[0] > _most(noise[1]) and (
-                known is None or (width_below(*noise), noise) > (width_below(*known), known)
-            ):
-                useless[key[0]] = noise
+            noise, width = _ratio(*one), bits[key]
+            wider = width_below(noise, width)
+            if noise > _most(width) and wider > width:
+                useless[key[0]] = max((wider, noise), useless.get(key[0], (0, 0.0)))
         if not useless:
             self.rounds = ROUNDS
         return useless

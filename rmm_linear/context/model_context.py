@@ -295,9 +295,9 @@ class ModelContext:
         for module in modules:
             index: int = vars(module)["rmm_index"]
             is_one = index in found and vars(module)["rmm_context"] is self
-            bits: int | None = module._widen(*found[index]) if is_one else None  # pyright: ignore
-            if bits is not None:
-                widened[index] = bits, found[index][0]
+            if is_one:
+                widened[index] = found[index]
+                module._take_bits(found[index][0])  # pyright: ignore
         self.noise.note_widened(widened)
         if widened:
             self.checks.say_widened(sorted(widened))

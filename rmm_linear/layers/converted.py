@@ -12,7 +12,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.code_noise import width_below
 from rmm_linear.context.learned import GradientRows, largest_of_rows
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, infers_shapes, is_checkpointed
@@ -125,14 +124,6 @@ class ConvertedModule(nn.Module):
         if context is None or not context.noise.is_observing:
             return None
         return functools.partial(context.noise.add, self.rmm_index)
-
-    def _widen(self, noise: float, bits: int) -> int | None:
-        """Take more bits for a code whose noise is so much of the gradient; return them, or None without others."""
-        wider = width_below(noise, bits)
-        if wider == bits:
-            return None
-        self._take_bits(wider)
-        return wider
 
     def _take_bits(self, bits: int) -> None:
         """Take at least so many bits for codes."""

@@ -443,7 +443,7 @@ def test_rounds_end():
             noise.note_pass()
         noise.add(0, torch.tensor(1.0), torch.tensor(1.0), 3)
         noise.add(1, torch.tensor(1.0), torch.tensor(100.0), 3)
-        assert noise.decide([(1, 2)]) == {0: (1000.0, 3)}
+        assert noise.decide([(1, 2)]) == {0: (8, 1000.0)}
         noise.note_widened({0: (8, 1000.0)})
         assert noise.rounds == count
     assert not noise.is_observing
@@ -454,6 +454,14 @@ def test_two_bits_have_much_noise_without_any_gradients_that_cancel(bits, is_use
     noise = CodeNoise()
     noise.add(0, torch.tensor(0.36), torch.tensor(1.36), bits)
     assert list(noise.decide([])) == [0] * is_useless
+
+
+def test_a_code_that_cannot_be_wider_hides_no_other_one_of_its_module():
+    noise = CodeNoise()
+    noise.add(0, torch.tensor(1.0), torch.tensor(1.0), 8)
+    noise.add(0, torch.tensor(0.36), torch.tensor(1.36), 3, site=2)
+    ((bits, found),) = noise.decide([]).values()
+    assert (bits, found) == (4, pytest.approx(0.6))
 
 
 @pytest.mark.parametrize(
