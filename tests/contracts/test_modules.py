@@ -516,7 +516,11 @@ def compiled_members():
 
 @pytest.mark.parametrize("name", compiled_members())
 def test_compiled_code_is_one_graph_for_all_lengths(name):
-    """With seeds of its own in every step; modules in place and callers of PyTorch's attention stay exact in it."""
+    """With seeds of its own in every step.
+
+    Modules in place, elementwise code, and callers of PyTorch's attention stay exact in it, and products of two
+    activations, so that a scale's alone is coded.
+    """
     torch._dynamo.reset()
     model, exact = converted_model(name), exact_model(name)
     graphs = Graphs(), Graphs()
@@ -528,15 +532,18 @@ def test_compiled_code_is_one_graph_for_all_lengths(name):
         assert_exact_parts(name, found, expected)
         assert_same(found, again)
         calls_pytorch = name.startswith("attention") and not name.startswith((*OF_TRANSFORMERS, "attention softmax"))
-        is_exact = name.endswith("in place") or calls_pytorch or "own code" in name
+        is_scale = name == "activation own code scale"
+        is_elementwise = name.startswith("activation own code") and not is_scale
+        is_exact = name.endswith("in place") or calls_pytorch or is_elementwise
+        exact_too = ("x",) if is_scale else ()
         for key, gradient in found.gradients.items():
             difference = gradient - expected.gradients[key], other.gradients[key] - another.gradients[key]
             is_near = max(float(one.norm()) for one in difference) < 1e-5 * float(gradient.norm())
-            assert is_near == (is_exact or key in MEMBERS[name].exact), key
+            assert is_near == (is_exact or key in (*MEMBERS[name].exact, *exact_too)), key
             assert is_near or not torch.equal(*difference), key
     # Forward and backward, for the first length and for all others, unless the module itself needs more.
     assert 4 <= len(graphs[0].counts) == max(4, len(graphs[1].counts))
     if not is_exact:
         steps = [lambda s, m=m, f=f: step(m, x, s, run=f) for m, f in ((model, run), (exact, run_exact))]
-        assert_unbiased(name, *steps, draws=20, z=5)
+        assert_unbiased(name, *steps, draws=20, z=5, exact_too=exact_too)
     torch._dynamo.reset()
