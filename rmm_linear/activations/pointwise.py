@@ -17,7 +17,7 @@ from rmm_linear.context.model_context import ModelContext
 from rmm_linear.layers.converted import _PAIRS
 from rmm_linear.layers.function import SavingFunction, square_of
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
-from rmm_linear.ops.dispatch import runs_fused
+from rmm_linear.ops.dispatch import is_read, runs_fused
 from rmm_linear.packing import sum_dtype
 from rmm_linear.packing.pointwise import FUNCTIONS, Pointwise
 
@@ -46,7 +46,8 @@ class PackedActivation(PackedModule):
     The output is that of the module itself, to the bit, unless ``RMMConfig.fused`` lets a kernel make it that rounds
     otherwise; modules that work in place stay as they are, and those that are composed of several of PyTorch's
     functions do under autocast, which gives each its own dtype. The gradient by the input is unbiased, see
-    :mod:`rmm_linear.packing.derivatives`; of ReLU, LeakyReLU, Hardtanh and ReLU6 it is exact.
+    :mod:`rmm_linear.packing.derivatives`; of ReLU, LeakyReLU, Hardtanh and ReLU6 it is exact,
+    and one pass makes output and bits.
 
     Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
     code they save what they saved before.
@@ -99,10 +100,16 @@ class PackedActivation(PackedModule):
         if not is_saving or not input.shape[-1] or (is_inplace and torch.compiler.is_compiling()):
             return super().forward(input)
         bits = self.rmm_function.bits(self.rmm_bits)
-        is_fused = self.rmm_config.fused and not is_inplace and runs_fused(input, self.rmm_is_composed)
-        exact = None if is_fused else super().forward
+        exact = None if not is_inplace and self._is_fused(input, call) else super().forward
         output = PointwiseFunction.run(input, exact, is_inplace, self.rmm_function, bits, call)
         return self._survey(input, output, super().forward)
+
+    def _is_fused(self, input: Tensor, call: SavingCall) -> bool:
+        """Say whether the pass that packs makes the output: as configured, and where it is PyTorch's to the bit."""
+        if self.rmm_config.fused and runs_fused(input, self.rmm_is_composed):
+            return True
+        is_whole = call.mask is None and (input.dim() > SEQUENCES or input.is_contiguous())
+        return self.rmm_function.is_exact and is_whole and is_read(input)
 
 
 class PointwiseFunction(SavingFunction):
@@ -128,7 +135,7 @@ class PointwiseFunction(SavingFunction):
         if exact is None:
             output, stored = activate_and_pack(rows, index, call.seed, *ctx.stored_as)
             ctx.save_for_backward(stored, index)
-            return output.view(input.shape) if ctx.layout is None else ctx.layout.tensor(output)
+            return as_shape(output, input.shape) if ctx.layout is None else ctx.layout.tensor(output)
         # Before the function may overwrite its input.
         ctx.save_for_backward(pack_derivative(rows, index, call.seed, *ctx.stored_as), index)
         output = exact(input)

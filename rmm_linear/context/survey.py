@@ -53,11 +53,13 @@ class Survey:
         if isinstance(input, FakeTensor) or in_backward():
             return
         # Of an input of the model, the caller knows how long it stays. Of a checkpoint, what is kept does not show, and
-        # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy.
+        # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy, but neither
+        # activations do nor convolutions, of images whose channels lie side by side.
         key = module.rmm_index if site is None else (module.rmm_index, site)
         is_convolution = module.rmm_operation == "convolution"  # which keeps its input itself
         is_result = input.grad_fn is not None or is_convolution
-        if not is_result or is_checkpointed() or not (input.is_contiguous() or is_convolution):
+        is_itself = input.is_contiguous() or module.rmm_operation in ("activation", "convolution")
+        if not is_result or is_checkpointed() or not is_itself:
             self._kept.setdefault(key, []).append([])
             return
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)

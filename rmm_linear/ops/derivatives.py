@@ -169,6 +169,7 @@ def _(y, stored, index, name, parameters, bits):
     "(Tensor x, Tensor? index, SymInt? seed, str name, float[] parameters, int bits) -> (Tensor, Tensor)",
     samples=_operator_samples,
     flops=lambda x, *_: 2 * math.prod(x),  # the function and its derivative
+    native=native.activated,
     is_repeated=True,
 )
 def activate_and_pack(

@@ -33,6 +33,7 @@ from rmm_linear.spec import SaveSpec
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
 _READ = NARROW | {torch.uint8}  # or stored bytes
+_known: dict[tuple[str, Any], bool] = {}  # whether there is more than plain PyTorch, by device and setting
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
 _has_gradients, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 _profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
@@ -308,6 +309,18 @@ def runs_fused(x: Tensor, is_composed: bool) -> bool:
     if not _has_kernels(x.device.type, x.dtype) or (is_composed and is_autocast(x.device.type)):
         return False
     return torch.compiler.is_compiling() or _is_plain(x)
+
+
+def is_read(x: Tensor) -> bool:
+    """Say whether the C library or Triton's kernels read a tensor: eager code, one of their dtypes, its own memory."""
+    return not torch.compiler.is_compiling() and x.dtype in NARROW and _is_plain(x) and _is_known(x.device.type)
+
+
+def _is_known(device: str) -> bool:
+    key = device, ENVIRONMENT.get(SETTING)
+    if key not in _known:
+        _known[key] = backends_of(device)[0] != "plain"
+    return _known[key]
 
 
 @torch.compiler.assume_constant_result

@@ -53,8 +53,9 @@ def saved(model, *inputs):
     return ledger.total
 
 
-def test_activations_before_convolutions():
-    model, x = convolutions(), torch.randn(4, 3, 16, 16)
+@pytest.mark.parametrize("like", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_activations_before_convolutions(like):
+    model, x = convolutions().to(memory_format=like), torch.randn(4, 3, 16, 16).contiguous(memory_format=like)
     exact = saved(model, x)
     report = convert(model, operations=LESS)
     step(model, x)

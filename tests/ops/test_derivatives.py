@@ -4,7 +4,9 @@ import pytest
 import torch
 from cases import needs_triton
 from pointwise_helpers import ROUNDED, SEED, WIDTHS, randn
+from torch import nn
 
+from rmm_linear.activations.pointwise import pointwise_function
 from rmm_linear.backends.native import is_available
 from rmm_linear.ops import derivatives
 from rmm_linear.ops.native import derivatives as native_derivatives
@@ -79,6 +81,26 @@ def test_a_nan_arrives_in_the_gradient_and_infinity_has_the_limit(function, pack
         found = gradient(torch.nan, place)
         assert found[index].isnan().all()
         assert not found[[1, 3]].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("backend", ["torch", "auto", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardtanh(-0.3, 1.7), nn.ReLU6()], ids=str)
+def test_one_pass_makes_bits_and_pytorchs_output(module, dtype, backend, monkeypatch):
+    """Of odd values too, and of numbers at a limit that the dtype does not have."""
+    monkeypatch.setenv("RMM_BACKEND", backend)
+    function = pointwise_function(module)
+    room = 2**-7 if backend == "triton" and dtype == torch.bfloat16 else 0  # Triton's interpreter cuts digits off
+    near = torch.tensor([-0.3, 1.7, 6.0, 0.0, -0.0, torch.nan])
+    for columns in (64, 70, 200):
+        x = torch.cat((ODD, near, randn(4 * columns - len(ODD) - len(near)))).view(4, columns).to(dtype)
+        how = None, None, function.name, list(function.parameters), 1
+        with torch.no_grad():
+            output, stored = derivatives.activate_and_pack(x, *how)
+            expected = derivatives.pack_derivative(x, *how)
+        torch.testing.assert_close(output, module(x), rtol=room, atol=0, equal_nan=True)
+        assert torch.equal(stored, expected)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("gelu", 3), ("gelu", 16), ("relu", 2), ("relu_squared", 1)])

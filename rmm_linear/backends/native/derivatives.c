@@ -102,67 +102,97 @@ INLINE void code_whole_group(const float *x, int bits, const table *t, int32_t a
     }
 }
 
+/* The codes of 64 elements that are one exact bit, and what their function makes of them: out, or null. begin of
+ * LEAKY_RELU: the slope. NaN stays what it is. */
+INLINE void code_exact_group(const float *x, int kind, const table *t, uint8_t *to, float *out) {
+    lanes begin = all(t->begin), end = all(t->end), zero = all(0);
+    ints q[PARTS];
+    for (int k = 0; k < PARTS; k++) {
+        lanes v = LOAD(x + k * LANES), made;
+        if (kind == RELU) {
+            ints is_none = v <= zero;
+            q[k] = is_none + 1, made = (lanes)((ints)v & ~is_none);
+        } else if (kind == LEAKY_RELU) {
+            ints is_whole = v > zero;
+            q[k] = -is_whole, made = PICK(is_whole, v, v * begin);
+        } else {
+            ints is_below = v < begin, is_above = v > end, is_inside = (v > begin) & (v < end);
+            q[k] = -is_inside, made = PICK(is_below, begin, v);
+            made = PICK(is_above, end, made);
+        }
+        if (out) STORE(out + k * LANES, made);
+    }
+    join_plane(q, 0, 1, to);
+}
+
 INLINE void code_group(
-    const float *x, int size, int kind, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
-    if (kind == TABLE && size == GROUP) {
+    const float *x, int size, int bits, const table *t, int32_t a, const int32_t *c, uint8_t *to) {
+    if (size == GROUP) {
         code_whole_group(x, bits, t, a, c, to);
         return;
     }
     uint8_t q[GROUP];
-    if (kind == RELU)
-        for (int i = 0; i < size; i++) q[i] = !(x[i] <= 0);
-    else if (kind == LEAKY_RELU)
-        for (int i = 0; i < size; i++) q[i] = x[i] > 0;
-    else if (kind == HARDTANH)
-        for (int i = 0; i < size; i++) q[i] = (x[i] > t->begin) & (x[i] < t->end);
-    else {
-        float padded[GROUP] = {0};
-        int32_t words[GROUP] = {0};
-        memcpy(padded, x, size * sizeof(float));
-        memcpy(words, c, size * sizeof(int32_t));
-        for (int k = 0; k < PARTS; k++)
-            store_bytes(q + k * LANES, part_codes(LOAD(padded + k * LANES), t, LOAD_INTS(words + k * LANES) ^ a) - 1);
-    }
+    float padded[GROUP] = {0};
+    int32_t words[GROUP] = {0};
+    memcpy(padded, x, size * sizeof(float));
+    memcpy(words, c, size * sizeof(int32_t));
+    for (int k = 0; k < PARTS; k++)
+        store_bytes(q + k * LANES, part_codes(LOAD(padded + k * LANES), t, LOAD_INTS(words + k * LANES) ^ a) - 1);
     join(q, size, bits, to);
 }
 
-/* Returns whether x has a NaN; 0 for functions without a table. */
+/* Returns whether x has a NaN; 0 for functions without a table. out: contiguous, for what these make of x; or null. */
 INLINE int pack_derivative_row(
     const void *x, int type, int64_t place, int64_t columns, int kind, int bits, const table *t, int32_t a,
-    const int32_t *c, uint8_t *to) {
-    float buffer[GROUP];
+    const int32_t *c, uint8_t *to, void *out, int64_t row) {
+    float buffer[GROUP], made[GROUP];
     int64_t at = 0;
     int found = 0;
     for (; at + GROUP <= columns; at += GROUP) {
         const float *from = widened(x, type, place + at, GROUP, buffer);
-        code_group(from, GROUP, kind, bits, t, a, c + at, to + at / 8 * bits);
-        if (kind == TABLE) found |= has_nan(from, GROUP);
+        if (kind == TABLE) {
+            code_group(from, GROUP, bits, t, a, c + at, to + at / 8 * bits);
+            found |= has_nan(from, GROUP);
+            continue;
+        }
+        float *values = !out ? NULL : type == FLOAT32 ? (float *)out + row * columns + at : made;
+        code_exact_group(from, kind, t, to + at / 8, values);
+        if (out && type != FLOAT32) narrow(made, type, GROUP, out, row * columns + at);
     }
     int left = (int)(columns - at);
     if (left) {
         const float *from = widened(x, type, place + at, left, buffer);
-        code_group(from, left, kind, bits, t, a, c + at, to + at / 8 * bits);
-        if (kind == TABLE) found |= has_nan(from, left);
+        if (kind == TABLE) {
+            code_group(from, left, bits, t, a, c + at, to + at / 8 * bits);
+            return found | has_nan(from, left);
+        }
+        uint8_t codes[GROUP / 8], q[GROUP]; /* of a whole group, in which bits have other places */
+        float padded[GROUP] = {0};
+        memcpy(padded, from, left * sizeof(float));
+        code_exact_group(padded, kind, t, codes, out ? made : NULL);
+        split(codes, GROUP, 1, q);
+        join(q, left, 1, to + at / 8);
+        if (out) narrow(made, type, left, out, row * columns + at);
     }
     return found;
 }
 
 static int pack_derivative_rows(
     const void *x, int type, int64_t stride, int64_t begin, int64_t end, int64_t columns, const int64_t *index, int kind,
-    int bits, const table *t, const int32_t *a, const int32_t *c, uint8_t *codes) {
+    int bits, const table *t, const int32_t *a, const int32_t *c, uint8_t *codes, void *out) {
     int64_t length = (columns * bits + 7) / 8;
     int found = 0;
     for (int64_t row = begin; row < end; row++) {
         int64_t from = (index ? index[row] : row) * stride;
         uint8_t *to = codes + row * length;
         /* kind and bits are constants in each call, so that the compiler specializes it. */
-        if (kind == RELU) pack_derivative_row(x, type, from, columns, RELU, 1, t, 0, c, to);
-        else if (kind == LEAKY_RELU) pack_derivative_row(x, type, from, columns, LEAKY_RELU, 1, t, 0, c, to);
-        else if (kind == HARDTANH) pack_derivative_row(x, type, from, columns, HARDTANH, 1, t, 0, c, to);
-        else if (bits == 4) found |= pack_derivative_row(x, type, from, columns, TABLE, 4, t, a[row], c, to);
-        else if (bits == 2) found |= pack_derivative_row(x, type, from, columns, TABLE, 2, t, a[row], c, to);
-        else if (bits == 1) found |= pack_derivative_row(x, type, from, columns, TABLE, 1, t, a[row], c, to);
-        else found |= pack_derivative_row(x, type, from, columns, TABLE, 8, t, a[row], c, to);
+        if (kind == RELU) pack_derivative_row(x, type, from, columns, RELU, 1, t, 0, c, to, out, row);
+        else if (kind == LEAKY_RELU) pack_derivative_row(x, type, from, columns, LEAKY_RELU, 1, t, 0, c, to, out, row);
+        else if (kind == HARDTANH) pack_derivative_row(x, type, from, columns, HARDTANH, 1, t, 0, c, to, out, row);
+        else if (bits == 4) found |= pack_derivative_row(x, type, from, columns, TABLE, 4, t, a[row], c, to, NULL, row);
+        else if (bits == 2) found |= pack_derivative_row(x, type, from, columns, TABLE, 2, t, a[row], c, to, NULL, row);
+        else if (bits == 1) found |= pack_derivative_row(x, type, from, columns, TABLE, 1, t, a[row], c, to, NULL, row);
+        else found |= pack_derivative_row(x, type, from, columns, TABLE, 8, t, a[row], c, to, NULL, row);
     }
     return found;
 }
@@ -249,18 +279,19 @@ static void apply_derivative_rows(
 
 /* x: of a type, `stride` elements from one row to the next. index: `rows` rows of it, or
  * null. knots: `count`, or null for a kind without a table, whose seed is null too. seed: becomes NOT_A_NUMBER if these
- * rows have one. codes: contiguous. Returns 0, or 2 if memory could not be allocated. */
+ * rows have one. codes: contiguous. out: for the values of a function without a table, contiguous, of the type; or null,
+ * as with an index. Returns 0, or 2 if memory could not be allocated. */
 int V(rmm_pack_derivative)(
     const void *x, int type, int64_t stride, int64_t rows, int64_t columns, const int64_t *index, int kind, int bits,
     const int32_t *knots, int64_t count, float unit, float begin, float density, float end, float below, float above,
-    int64_t *seed, uint8_t *codes, int threads) {
+    int64_t *seed, uint8_t *codes, void *out, int threads) {
     table t = {knots, unit, (float)(count - 1) * (1 - 0x1p-22f), begin, density, end, below, above};
     noise n;
     int found = 0;
     if (!begin_noise(&n, seed ? *seed : 0, 0, kind == TABLE ? rows : 0, kind == TABLE ? columns : 0)) return 2;
 #pragma omp parallel num_threads(threads) reduction(| : found)
     found |= pack_derivative_rows(
-        x, type, stride, SHARE(rows), columns, index, kind, bits, &t, n.rows, n.columns, codes);
+        x, type, stride, SHARE(rows), columns, index, kind, bits, &t, n.rows, n.columns, codes, out);
     if (found && seed) *seed = NOT_A_NUMBER;
     end_noise(&n);
     return 0;

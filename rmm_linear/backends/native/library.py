@@ -37,7 +37,7 @@ SIGNATURES = {
     "rmm_norm_backward": "piqpqqiipqppppippi",
     "rmm_pack": "pipqqqqqqippi",
     "rmm_pack_channels": "piqqqqqqqfppiqpppi",
-    "rmm_pack_derivative": "piqqqpiipqffffffppi",
+    "rmm_pack_derivative": "piqqqpiipqffffffpppi",
     "rmm_pack_gated": "ppiqqqqpiiqqppppi",
     "rmm_pack_mask": "piqqppi",
     "rmm_pack_norm": "piqpqqifiqpppi",

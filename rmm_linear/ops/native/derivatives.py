@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def _table(pointwise: Pointwise, bits: int) -> tuple[object, tuple[int, int, flo
     """Return the table, and address, length, interval and limits of its derivative as arguments."""
     table = derivative_table(pointwise, bits)
     if table is None:
-        least, most = pointwise.parameters if pointwise.name == "hardtanh" else (0.0, 0.0)
+        least, most = (*pointwise.parameters, 0.0, 0.0)[:2]  # or the slope
         return None, (0, 0, 0.0, least, 0.0, most, 0.0, 0.0)
     line = table.unit, table.begin, table.density, table.end, table.below, table.above
     return table, (table.knots.data_ptr(), len(table.knots), *line)
@@ -124,16 +125,29 @@ def _layout(
     return function, *offsets(parts)
 
 
+def activated(
+    x: Tensor, index: Tensor | None, seed: int | None, name: str, parameters: Sequence[float], bits: int
+) -> Any:
+    """Return what :func:`rmm_linear.ops.derivatives.activate_and_pack` does, of functions that are exact in one bit."""
+    rows, columns = x.shape
+    pointwise, places, size = _layout(name, tuple(parameters), bits, rows, columns)
+    if not pointwise.is_exact or index is not None:
+        return NotImplemented
+    stored, out = new_stored(x, size, places), x.new_empty(rows, columns)
+    write_derivative(x, None, rows, 0, pointwise, bits, stored.data_ptr() + places[0], out.data_ptr())
+    return out, stored
+
+
 def write_derivative(
-    x: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int
+    x: Tensor, index: Tensor | None, rows: int, seed: int, pointwise: Pointwise, bits: int, codes: int, out: int = 0
 ) -> None:
-    """Write the same at an address; that of the seed is 0 for a function without one."""
+    """Write the same at an address; that of the seed is 0 for a function without one, and that of no output."""
     x = x if x.stride(1) == 1 else x.contiguous()
     index = None if index is None else index.contiguous()
     table, line = _table(pointwise, bits)
     run(
         "rmm_pack_derivative", x.data_ptr(), TYPES[x.dtype], x.stride(0), rows, x.shape[1], pointer(index),
-        _KINDS.get(pointwise.name, _TABLE), bits, *line, seed, codes, threads(x),
+        _KINDS.get(pointwise.name, _TABLE), bits, *line, seed, codes, out, threads(x),
     )  # fmt: skip
     del table  # whose memory was read until now
 
