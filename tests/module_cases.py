@@ -481,6 +481,12 @@ MEMBERS = {
     ),
     "convolution own code": _convolution(2, functools.partial(own.TurnedConvolution, kernel_size=3, padding=1)),
     "dropout own code": Member("dropout", lambda width: own.OwnDropout(), pointwise_bytes(1, False), ("x",)),
+    "activation own code clamp": Member(
+        "activation",
+        lambda width: own.OwnClamp(),
+        lambda stored, rows, width: 2 * pointwise_bytes(1, False)(stored, rows, width),
+        ("x",),
+    ),
     "activation own code scale": Member("activation", own.OwnScale, scale_bytes),
     "activation own code": Member(
         "activation", lambda width: Own(),

@@ -80,6 +80,13 @@ class OwnScale(nn.Module):
         return scaled.mul(scaled.roll(1, -1))
 
 
+class OwnClamp(nn.Module):
+    """Clamps by names of both kinds."""
+
+    def forward(self, x):
+        return torch.clip(x.roll(1, -1).clamp(min=-0.5), -1, max=0.7)
+
+
 class OwnDropout(nn.Module):
     """A dropout that is called as a function."""
 

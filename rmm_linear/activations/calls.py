@@ -85,12 +85,13 @@ _FUNCTIONS: dict[str, tuple[_Attempt, Callable[..., Any]]] = {
        for i, run in enumerate((F.avg_pool1d, F.avg_pool2d, F.avg_pool3d), 1)},
     **{name: (partial(functional.activation, kind, getattr(F, name)), getattr(F, name))
        for name, kind in functional.ACTIVATIONS.items()},
+    "clamp": (functional.clamp, torch.clamp), "clip": (functional.clamp, torch.clip),
 }  # fmt: skip
 _OTHERS = ("relu", "sigmoid", "tanh", "layer_norm", "softmax")  # in torch, with other arguments than in functional
 _METHODS: dict[str, _Attempt] = {
     **{
         name: _FUNCTIONS[name][0]
-        for name in ("matmul", "mm", "bmm", "mul", "sigmoid", "tanh", "relu", "index_add", "softmax")
+        for name in ("matmul", "mm", "bmm", "mul", "sigmoid", "tanh", "relu", "clamp", "clip", "index_add", "softmax")
     },
     "index_add_": partial(functional.index_add, True),
 }

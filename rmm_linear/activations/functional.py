@@ -307,6 +307,32 @@ ACTIVATIONS: dict[str, Callable[..., Pointwise | None]] = {
 }  # fmt: skip
 
 
+def clamp(
+    module: PackedModule, site: int, input: Any, min: Any = None, max: Any = None, **others: Any
+) -> Tensor | None:  # fmt: skip
+    """Clamp to numbers, of which a bit per element is saved; the gradient of ±∞ is 0."""
+    if others or not isinstance(input, Tensor) or torch.compiler.is_compiling():
+        return None
+    if (input.requires_grad and _is_weight(input)) or any(
+        type(one) not in (int, float, type(None)) or one != one for one in (min, max)
+    ):
+        return None
+    limits = _beyond(min, -math.inf, input.dtype), _beyond(max, math.inf, input.dtype)
+    kind = functools.partial(Pointwise, "hardtanh", limits)
+    exact = functools.partial(torch.clamp, min=min, max=max)
+    return activation(kind, exact, module, site, input)
+
+
+@functools.lru_cache(maxsize=256)
+def _beyond(limit: float | None, side: float, dtype: torch.dtype) -> float:
+    """Return the next number beyond a limit as a dtype has it: Hardtanh has no gradient at its limits, clamp has."""
+    if limit is None:
+        return side
+    wide = torch.promote_types(dtype, torch.float32)
+    held = torch.tensor(limit, dtype=dtype, device="cpu").to(wide)
+    return float(torch.nextafter(held, torch.tensor(side, dtype=wide, device="cpu")))
+
+
 def softmax(
     module: PackedModule, site: int, input: Any, dim: Any = None, *others: Any, dtype: torch.dtype | None = None,
     **more: Any,
