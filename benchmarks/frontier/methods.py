@@ -23,7 +23,7 @@ from benchmarks.library import CacheEntry, SketchCache
 from benchmarks.suites.models import checkpoint
 from benchmarks.suites.paper import HEAD, use_paper
 from rmm_linear import RMMConfig, RMMLinear, convert
-from rmm_linear.config import QUALITIES
+from rmm_linear.config import OPERATIONS, QUALITIES
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"
@@ -106,6 +106,13 @@ _DEFAULT = {"bits": 3, "activation_bits": 4, "norm_bits": 3}  # as RMMConfig() h
 _WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 
 
+# The default of some operations alone.
+PARTS = {
+    "tenth-linears": ("ours, default, linear layers alone", ("linear",)),
+    "tenth-others": ("ours, default, all but linear layers", tuple(one for one in OPERATIONS if one != "linear")),
+}
+
+
 def _dense(share: int) -> Method:
     """The same sketch by our layers, whose noise can be measured."""
     fields = {"kind": "gaussian", "ratio": share / 100, **_PUBLISHED}
@@ -150,6 +157,10 @@ METHODS: dict[str, Method] = {
     "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
     "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted, _DEFAULT),
+    **{
+        name: Method(title, "ours", _converted, {**_DEFAULT, "operations": one}, is_tuned=False)
+        for name, (title, one) in PARTS.items()
+    },
     "careful": Method("ours, careful", "ours", _converted, QUALITIES["careful"]),
     "smallest": Method("ours, smallest", "ours", _converted, QUALITIES["smallest"]),
     **{

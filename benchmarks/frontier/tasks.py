@@ -18,7 +18,7 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, Trai
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.methods import EXACT, METHODS, PARTS, TUNED
 from benchmarks.frontier.rows import Epoch
 from benchmarks.frontier.runs import Asked, go_on, put_run
 from benchmarks.library import mix
@@ -49,6 +49,7 @@ _BFLOAT16 = (
     "exact", "checkpoint", "checkpoint-offload", "gaussian-10", "gact", "prac-4", "prac-60", "fp8", "lora",
     "velora", "loract", "lora-tenth", "careful", "tenth", "smallest",
 )  # fmt: skip
+_QUALITIES = "exact", "tenth", "careful"
 TRAININGS: dict[str, Training] = {
     "sst2": Training("sst2", 2, 6000),
     "cola": Training("cola", 2),
@@ -57,9 +58,9 @@ TRAININGS: dict[str, Training] = {
     "sst2-bf16": Training("sst2", 2, 6000, methods=_BFLOAT16, dtype=torch.bfloat16),
     **{f"{task}-bf16": Training(task, 2, methods=_BFLOAT16, dtype=torch.bfloat16) for task in ("cola", "stsb", "rte")},
     "sst2-full": Training("sst2", 1, methods=("exact", "tenth"), seeds=(0,)),
-    "cola-long": Training("cola", 10, batch=16, methods=("exact", "tenth"), is_watched=True),
+    "cola-long": Training("cola", 10, batch=16, methods=_QUALITIES, is_watched=True),
     # At the published learning rate, which is meant for a model of five times the parameters.
-    "cola-slow": Training("cola", 10, batch=16, methods=("exact", "tenth", "careful"), slower=10, is_watched=True),
+    "cola-slow": Training("cola", 10, batch=16, methods=(*_QUALITIES, *PARTS), slower=10, is_watched=True),
     # AdamW divides by the size of gradients, noise among it: are steps that are too short what noise costs? Exact
     # training is the control.
     "cola-raised": Training("cola", 10, batch=16, methods=("exact", "tenth"), slower=10 / 1.1, is_watched=True),
@@ -242,14 +243,14 @@ def accuracy(asked: Asked, about: dict[str, Any]) -> Iterator[str]:
     Seeds are the outer loop, so that all methods are there once before one is there twice.
     """
     path = asked.out / "frontier-accuracy.csv"
-    able = {name for name, how in METHODS.items() if name == EXACT or (not how.is_exact and how.is_tuned)}
+    able = {name for name, how in METHODS.items() if name == EXACT or not how.is_exact}
     trained = [name for name in asked.methods if name in able]
     every = [
         (task, method, seed)
         for seed in asked.seeds
         for task in asked.tasks
         for method in trained
-        if method in (TRAININGS[task].methods or trained) and seed in (TRAININGS[task].seeds or asked.seeds)
+        if method in (TRAININGS[task].methods or TUNED) and seed in (TRAININGS[task].seeds or asked.seeds)
     ]
 
     def plan_of(task: str, method: str) -> Path | None:

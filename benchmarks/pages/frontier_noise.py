@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.frontier.aggregate import mean_over_groups, mean_text, share_text, text_of
-from benchmarks.frontier.methods import EXACT, METHODS
+from benchmarks.frontier.methods import EXACT, METHODS, PARTS, TUNED
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.study import BASE, BATCHES, DRAWN, LONG, TITLES
 from benchmarks.library import table
@@ -43,7 +43,7 @@ def _by_epoch(task: str) -> Callable[[list[Epoch]], str]:
 
         fields = {"batches": ("train_loss", 4, 1), "training set": ("fitted_loss", 4, 1), "score": ("score", 1, 100)}
         spec: dict[str, Cell] = {"epoch": str}
-        for method in (method for method in METHODS if any(row.method == method for row in here)):
+        for method in (method for method in TUNED if any(row.method == method for row in here)):
             for title, how in fields.items():
                 spec[f"{METHODS[method].title}: {title}"] = cell(method, *how)
         return columns(sorted({row.epoch for row in here}), spec)
@@ -105,7 +105,7 @@ def _told(results: Path) -> str:
     last |= {(row.study, row.method, row.seed): (row.dev_loss, row) for row in whole}
     lines = list[tuple[str, ...]]()
     for title, names in _SETTINGS.items():
-        for method in ("careful", "tenth", "smallest"):
+        for method in ("careful", "tenth", *PARTS, "smallest"):
             groups = [
                 [
                     (loss / last[name, EXACT, seed][0] - 1, row.score - last[name, EXACT, seed][1].score)
