@@ -39,13 +39,14 @@ static void try_matrices(const void *m, int type, const int64_t *index, const fl
         for (int is_back = 0; is_back < 2; is_back++)
             rmm_unpack_0(codes[0], scales[0], 0, ROWS, COLUMNS, bits, SEED, is_back, out, type, 1), PRINT(out);
         rmm_unpack_0(codes[0], scales[0], 0, ROWS, COLUMNS, bits, SEED, 0, more, FLOAT32, 1);
-        rmm_unrotate_0((float *)more, ROWS, COLUMNS, SEED, 1), PRINT(more);
+        rmm_unrotate_0(more, FLOAT32, ROWS, COLUMNS, SEED, 1), rmm_unrotate_0(out, type, ROWS, COLUMNS, SEED, 1);
+        PRINT(more), PRINT(out);
     }
     for (int levels = 2; levels <= 4; levels++) {
         int64_t groups = TAKEN * ((COLUMNS + WIDE - 1) / WIDE);
         rmm_encode_normal_0(m, type, 0, TAKEN, COLUMNS, COLUMNS, TAKEN, SEED, 0, levels, codes[0], scales[0], 1);
         rmm_decode_normal_0(codes[0], scales[0], groups, levels, out, FLOAT32, 1);
-        rmm_unrotate_normal_0((float *)out, groups, SEED, 1), PRINT_ALL();
+        rmm_unrotate_normal_0(out, FLOAT32, groups, SEED, 1), PRINT_ALL();
     }
 }
 

@@ -95,6 +95,20 @@ def test_what_is_unpacked_in_parts_and_unrotated_later_is_the_same_to_the_bit(le
         assert torch.equal(found.nan_to_num(), whole.nan_to_num())
 
 
+@pytest.mark.parametrize("bits", packing.CODES)
+@pytest.mark.parametrize("dtype", list(library.TYPES), ids=str)
+@pytest.mark.parametrize("level", [one for one in (0, 3, 4) if library.is_available() and one <= library.level()])
+def test_products_are_unrotated_in_their_own_dtype(level, dtype, bits, monkeypatch):
+    """In float32 sums, which are rounded once."""
+    monkeypatch.setattr(library, "level", lambda: level)
+    columns = 64 * 19 + 23
+    matrix = torch.randn(37, packing.rotated_columns(columns, bits)).to(dtype)
+    expected = packing.unrotate(matrix, SEED, bits, columns)
+    found = ops._unrotate(matrix.clone(), SEED, bits, columns)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
 @pytest.mark.parametrize("bits", packing.WIDTHS)
 def test_odd_values_are_packed_the_same(bits):
     z = torch.randn(6, 200)

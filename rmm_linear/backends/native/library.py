@@ -46,8 +46,8 @@ SIGNATURES = {
     "rmm_softmax_gradients": "ppqqi",
     "rmm_transform": "piqqqppppppppqpi",
     "rmm_unpack": "ppqqqiqipii",
-    "rmm_unrotate": "pqqqi",
-    "rmm_unrotate_normal": "pqqi",
+    "rmm_unrotate": "piqqqi",
+    "rmm_unrotate_normal": "piqqi",
 }
 _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SMALLEST_SHARE = 1 << 16  # elements per thread, at least: fewer do not outweigh its overhead
@@ -203,13 +203,13 @@ def decode_normal(codes: int, scales: int, levels: int, matrix: Tensor) -> None:
 
 
 def unrotate_normal(matrix: Tensor, seed: int) -> None:
-    """Undo the rotations of a normal code in a contiguous float32 matrix of whole groups, in place."""
-    run("rmm_unrotate_normal", matrix.data_ptr(), matrix.numel() // 128, seed, threads(matrix))
+    """Undo the rotations of a normal code in a contiguous matrix of whole groups, float32 or half, in place."""
+    run("rmm_unrotate_normal", matrix.data_ptr(), TYPES[matrix.dtype], matrix.numel() // 128, seed, threads(matrix))
 
 
 def unrotate(matrix: Tensor, seed: int) -> None:
-    """Undo the rotation of whole groups of 64 columns of a contiguous float32 matrix, in place."""
-    function("rmm_unrotate")(matrix.data_ptr(), *matrix.shape, seed, threads(matrix))
+    """Undo the rotation of whole groups of 64 columns of a contiguous matrix, float32 or half, in place."""
+    function("rmm_unrotate")(matrix.data_ptr(), TYPES[matrix.dtype], *matrix.shape, seed, threads(matrix))
 
 
 def countsketch(

@@ -169,8 +169,8 @@ void V(rmm_decode_normal)(
     }
 }
 
-/* m: groups of 128 float32 numbers, rotated back in place. */
-int V(rmm_unrotate_normal)(float *m, int64_t groups, int64_t seed, int threads) {
+/* m: groups of 128 numbers of a type, rotated back in place. */
+int V(rmm_unrotate_normal)(void *m, int type, int64_t groups, int64_t seed, int threads) {
     normal_noise n;
     if (!begin_normal_noise(&n, seed, 0, 0, 0)) return 2;
 #pragma omp parallel num_threads(threads)
@@ -178,11 +178,12 @@ int V(rmm_unrotate_normal)(float *m, int64_t groups, int64_t seed, int threads) 
         int64_t range[2] = {SHARE(groups)};
         for (int64_t group = range[0]; group < range[1]; group++) {
             lanes v[WIDE_PARTS];
-            for (int k = 0; k < WIDE_PARTS; k++) v[k] = LOAD(m + group * WIDE + k * LANES);
+            for (int k = 0; k < WIDE_PARTS; k++) v[k] = load_elements(m, type, group * WIDE + k * LANES);
             rotate_parts(v, WIDE_PARTS);
             for (int k = 0; k < WIDE_PARTS; k++) v[k] = v[k] * LOAD(n.second + k * LANES);
             rotate_parts(v, WIDE_PARTS);
-            for (int k = 0; k < WIDE_PARTS; k++) STORE(m + group * WIDE + k * LANES, v[k] * LOAD(n.first + k * LANES));
+            for (int k = 0; k < WIDE_PARTS; k++)
+                store_elements(m, type, group * WIDE + k * LANES, v[k] * LOAD(n.first + k * LANES));
         }
     }
     free(n.rows);

@@ -80,16 +80,16 @@ static void unpack_rows(
     }
 }
 
-static void unrotate_rows(float *m, int64_t begin, int64_t end, int64_t columns, const float *signs) {
+INLINE void unrotate_rows(void *m, int type, int64_t begin, int64_t end, int64_t columns, const float *signs) {
     lanes sign[PARTS];
     load_signs(signs, sign);
     for (int64_t row = begin; row < end; row++)
         for (int64_t group = 0; group < columns / GROUP; group++) {
-            float *place = m + row * columns + group * GROUP;
+            int64_t at = row * columns + group * GROUP;
             lanes v[PARTS];
-            for (int k = 0; k < PARTS; k++) v[k] = LOAD(place + k * LANES);
+            for (int k = 0; k < PARTS; k++) v[k] = load_elements(m, type, at + k * LANES);
             rotate(v);
-            for (int k = 0; k < PARTS; k++) STORE(place + k * LANES, v[k] * sign[k]);
+            for (int k = 0; k < PARTS; k++) store_elements(m, type, at + k * LANES, v[k] * sign[k]);
         }
 }
 
@@ -142,10 +142,15 @@ int V(rmm_unpack)(
     return 0;
 }
 
-/* m: contiguous, rotated back in place. */
-void V(rmm_unrotate)(float *m, int64_t rows, int64_t columns, int64_t seed, int threads) {
+/* m: of a type, contiguous, rotated back in place. */
+void V(rmm_unrotate)(void *m, int type, int64_t rows, int64_t columns, int64_t seed, int threads) {
     noise n;
     fill_noise(seed, 0, 0, 0, n.signs, NULL, NULL);
 #pragma omp parallel num_threads(threads)
-    unrotate_rows(m, SHARE(rows), columns, n.signs);
+    {
+        /* The type is a constant in each call, so that the compiler specializes it. */
+        if (type == FLOAT32) unrotate_rows(m, FLOAT32, SHARE(rows), columns, n.signs);
+        else if (type == BFLOAT16) unrotate_rows(m, BFLOAT16, SHARE(rows), columns, n.signs);
+        else unrotate_rows(m, FLOAT16, SHARE(rows), columns, n.signs);
+    }
 }

@@ -346,7 +346,7 @@ def unpacked_rows(
 
 def _unrotate(matrix: Tensor, seed: Tensor, bits: float, columns: int) -> Tensor:
     """As :func:`rmm_linear.packing.unrotate`, in place where possible."""
-    if matrix.dtype != torch.float32 or not matrix.is_contiguous():
+    if matrix.dtype not in TYPES or not matrix.is_contiguous():
         return packing.unrotate(matrix, seed, bits, columns)
     if not packing.is_normal(bits):
         native.unrotate(matrix, int(seed))
