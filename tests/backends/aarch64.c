@@ -93,7 +93,7 @@ static void try_modules(const void *m, int type, const int64_t *index) {
             m, type, COLUMNS, ROWS, COLUMNS, 0, kind, 1, 0, 0, 0, 0.1f, 0, 1.5f, 0, 0, 0, codes[0], more, 1);
         rmm_apply_derivative_0(m, type, codes[0], ROWS, COLUMNS, 0, kind, 1, 0.1f, 0, 0, out, 1), PRINT_ALL();
     }
-    rmm_pack_mask_0(x, 4, ROWS, COLUMNS, 0, codes[0], 1);
+    rmm_pack_mask_0(m, type == FLOAT32 ? 4 : 2, ROWS, COLUMNS, 0, codes[0], 1);
     rmm_apply_mask_0(m, type, codes[0], ROWS, COLUMNS, 0, 1.25f, out, 1), PRINT_ALL();
 }
 

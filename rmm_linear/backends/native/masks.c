@@ -2,8 +2,12 @@
 
 INLINE uint8_t byte_of(const void *mask, int size, int64_t at, int count) {
     uint8_t byte = 0;
-    for (int i = 0; i < count; i++)
-        byte |= (size == 4 ? ((const float *)mask)[at + i] != 0 : ((const uint8_t *)mask)[at + i] != 0) << i;
+    for (int i = 0; i < count; i++) {
+        int is_kept = size == 4   ? ((const float *)mask)[at + i] != 0
+                      : size == 2 ? (((const uint16_t *)mask)[at + i] & 0x7FFF) != 0
+                                  : ((const uint8_t *)mask)[at + i] != 0;
+        byte |= is_kept << i;
+    }
     return byte;
 }
 
@@ -24,6 +28,18 @@ INLINE void pack_mask_row(const void *mask, int size, int64_t place, int64_t col
 #endif
                 bits |= part << k;
             }
+        else if (size == 2)
+            for (int k = 0; k < 64; k += 32) {
+                const uint16_t *from = (const uint16_t *)mask + place + i + k;
+                __m256i zero = _mm256_setzero_si256(), magnitude = _mm256_set1_epi16(0x7FFF), zeros[2];
+                for (int half = 0; half < 2; half++) {
+                    __m256i v = _mm256_loadu_si256((const __m256i *)(from + 16 * half));
+                    zeros[half] = _mm256_cmpeq_epi16(_mm256_and_si256(v, magnitude), zero);
+                }
+                /* Packed by halves of both, which are put in their order. */
+                __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi16(zeros[0], zeros[1]), 0xD8);
+                bits |= (uint64_t)~(uint32_t)_mm256_movemask_epi8(packed) << k;
+            }
         else
             for (int k = 0; k < 64; k += 32) {
                 __m256i from = _mm256_loadu_si256((const __m256i *)((const uint8_t *)mask + place + i + k));
@@ -43,6 +59,7 @@ static void pack_mask_rows(
     for (int64_t row = begin; row < end; row++) {
         int64_t place = (index ? index[row] : row) * columns;
         if (size == 4) pack_mask_row(mask, 4, place, columns, bits + row * bytes);
+        else if (size == 2) pack_mask_row(mask, 2, place, columns, bits + row * bytes);
         else pack_mask_row(mask, 1, place, columns, bits + row * bytes);
     }
 }
@@ -77,7 +94,7 @@ static void apply_mask_rows(
     }
 }
 
-/* mask: contiguous, of float32 (size 4) or of bytes (size 1). index: `rows` rows of it, or null. bits: contiguous. */
+/* mask: contiguous, of float32 (size 4), of a half type (size 2) or of bytes (size 1). index: `rows` rows of it, or null. bits: contiguous. */
 void V(rmm_pack_mask)(
     const void *mask, int size, int64_t rows, int64_t columns, const int64_t *index, uint8_t *bits, int threads) {
 #pragma omp parallel num_threads(threads)

@@ -10,7 +10,7 @@ from rmm_linear.backends.native.library import TYPES, function, pointer, threads
 
 def pack_mask(mask: Tensor, index: Tensor | None = None) -> Tensor:
     """Return what :func:`rmm_linear.packing.masks.pack_mask` does."""
-    mask = mask if mask.dtype in (torch.float32, torch.bool, torch.uint8) else mask != 0
+    mask = mask if mask.dtype in (*TYPES, torch.bool, torch.uint8) else mask != 0
     mask, index = mask.contiguous(), None if index is None else index.contiguous()
     rows, columns = len(mask) if index is None else len(index), mask.shape[1]
     bits = mask.new_empty(rows, (columns + 7) // 8, dtype=torch.uint8)
