@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn import functional as F
 
 from rmm_linear._support.autocast import autocast_dtype, autocast_off
@@ -311,11 +311,10 @@ def clamp(
     module: PackedModule, site: int, input: Any, min: Any = None, max: Any = None, **others: Any
 ) -> Tensor | None:  # fmt: skip
     """Clamp to numbers, of which a bit per element is saved; the gradient of ±∞ is 0."""
-    if others or not isinstance(input, Tensor) or torch.compiler.is_compiling():
+    if others or not isinstance(input, Tensor) or not input.is_floating_point() or torch.compiler.is_compiling():
         return None
-    if (input.requires_grad and _is_weight(input)) or any(
-        type(one) not in (int, float, type(None)) or one != one for one in (min, max)
-    ):
+    are_numbers = all(one is None or (type(one) in (int, float) and one == one) for one in (min, max))
+    if not are_numbers or (input.requires_grad and _is_weight(input)):
         return None
     limits = _beyond(min, -math.inf, input.dtype), _beyond(max, math.inf, input.dtype)
     kind = functools.partial(Pointwise, "hardtanh", limits)
@@ -329,8 +328,9 @@ def _beyond(limit: float | None, side: float, dtype: torch.dtype) -> float:
     if limit is None:
         return side
     wide = torch.promote_types(dtype, torch.float32)
-    held = torch.tensor(limit, dtype=dtype, device="cpu").to(wide)
-    return float(torch.nextafter(held, torch.tensor(side, dtype=wide, device="cpu")))
+    with torch.inference_mode(False), unset_fake_temporarily():
+        held = torch.tensor(float(limit), dtype=dtype, device="cpu").to(wide)
+        return float(torch.nextafter(held, torch.tensor(side, dtype=wide, device="cpu")))
 
 
 def softmax(

@@ -94,7 +94,8 @@ static void apply_mask_rows(
     }
 }
 
-/* mask: contiguous, of float32 (size 4), of a half type (size 2) or of bytes (size 1). index: `rows` rows of it, or null. bits: contiguous. */
+/* mask: contiguous, of float32 (size 4), a half type (size 2) or bytes (size 1). index: `rows` rows of it, or null.
+ * bits: contiguous. */
 void V(rmm_pack_mask)(
     const void *mask, int size, int64_t rows, int64_t columns, const int64_t *index, uint8_t *bits, int threads) {
 #pragma omp parallel num_threads(threads)
