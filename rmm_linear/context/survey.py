@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear._support.layouts import is_channels_last
 from rmm_linear._support.saved_graph import saved_in_graph
 from rmm_linear.context.surroundings import in_backward, is_checkpointed
 
@@ -54,12 +55,12 @@ class Survey:
             return
         # Of an input of the model, the caller knows how long it stays. Of a checkpoint, what is kept does not show, and
         # its recomputation is to do the same. Of what is not contiguous, products and norms keep a copy, but neither
-        # activations do nor convolutions, of images whose channels lie side by side.
+        # convolutions do nor activations of images whose channels lie side by side.
         key = module.rmm_index if site is None else (module.rmm_index, site)
         is_convolution = module.rmm_operation == "convolution"  # which keeps its input itself
         is_result = input.grad_fn is not None or is_convolution
-        is_itself = input.is_contiguous() or module.rmm_operation in ("activation", "convolution")
-        if not is_result or is_checkpointed() or not is_itself:
+        is_itself = is_convolution or (module.rmm_operation == "activation" and is_channels_last(input))
+        if not is_result or is_checkpointed() or not (is_itself or input.is_contiguous()):
             self._kept.setdefault(key, []).append([])
             return
         keeps = (True, False) if run is None else _what_is_kept(module, input, run, dims)
