@@ -59,7 +59,8 @@ class Survey:
         key = module.rmm_index if site is None else (module.rmm_index, site)
         is_convolution = module.rmm_operation == "convolution"  # which keeps its input itself
         is_result = input.grad_fn is not None or is_convolution
-        is_itself = is_convolution or (module.rmm_operation == "activation" and is_channels_last(input))
+        is_activation = module.rmm_operation == "activation" and site is None
+        is_itself = is_convolution or (is_activation and is_channels_last(input))
         if not is_result or is_checkpointed() or not (is_itself or input.is_contiguous()):
             self._kept.setdefault(key, []).append([])
             return

@@ -100,6 +100,8 @@ def test_one_pass_makes_bits_and_pytorchs_output(module, dtype, backend, monkeyp
             output, stored = derivatives.activate_and_pack(x, *how)
             expected = derivatives.pack_derivative(x, *how)
         torch.testing.assert_close(output, module(x), rtol=room, atol=0, equal_nan=True)
+        signs = [one[~one.isnan()].signbit() for one in (output, module(x))]  # of zeros too
+        assert backend == "triton" or torch.equal(*signs)
         assert torch.equal(stored, expected)
 
 

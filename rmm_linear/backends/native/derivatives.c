@@ -110,8 +110,8 @@ INLINE void code_exact_group(const float *x, int kind, const table *t, uint8_t *
     for (int k = 0; k < PARTS; k++) {
         lanes v = LOAD(x + k * LANES), made;
         if (kind == RELU) {
-            ints is_none = v <= zero;
-            q[k] = is_none + 1, made = (lanes)((ints)v & ~is_none);
+            ints is_none = v <= zero, is_below = v < zero; /* PyTorch leaves -0 alone */
+            q[k] = is_none + 1, made = (lanes)((ints)v & ~is_below);
         } else if (kind == LEAKY_RELU) {
             ints is_whole = v > zero;
             q[k] = -is_whole, made = PICK(is_whole, v, v * begin);
