@@ -46,8 +46,8 @@ class PackedActivation(PackedModule):
     The output is that of the module itself, to the bit, unless ``RMMConfig.fused`` lets a kernel make it that rounds
     otherwise; modules that work in place stay as they are, and those that are composed of several of PyTorch's
     functions do under autocast, which gives each its own dtype. The gradient by the input is unbiased, see
-    :mod:`rmm_linear.packing.derivatives`; of ReLU, LeakyReLU, Hardtanh and ReLU6 it is exact,
-    and one pass makes output and bits.
+    :mod:`rmm_linear.packing.derivatives`; of ReLU, LeakyReLU, Hardtanh and ReLU6 it is exact, and one pass makes output
+    and bits.
 
     Memory: ⌈C · bits / 8⌉ bytes for each row of C elements. Modules that work in place do so, except that in compiled
     code they save what they saved before.

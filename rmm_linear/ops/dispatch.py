@@ -33,7 +33,6 @@ from rmm_linear.spec import SaveSpec
 NARROW = frozenset(DTYPES)
 FLOATS = NARROW | {torch.float64}
 _READ = NARROW | {torch.uint8}  # or stored bytes
-_known: dict[tuple[str, Any], bool] = {}  # whether there is more than plain PyTorch, by device and setting
 _NO_TENSORS = {type(None), int, float, bool, str, torch.dtype, SaveSpec}
 _has_gradients, _dispatch_modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
 _profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
@@ -313,14 +312,15 @@ def runs_fused(x: Tensor, is_composed: bool) -> bool:
 
 def is_read(x: Tensor) -> bool:
     """Say whether the C library or Triton's kernels read a tensor: eager code, one of their dtypes, its own memory."""
-    return not torch.compiler.is_compiling() and x.dtype in NARROW and _is_plain(x) and _is_known(x.device.type)
+    if torch.compiler.is_compiling() or x.dtype not in NARROW or not _is_plain(x):
+        return False
+    return _is_more_than_plain(x.device.type, ENVIRONMENT.get(SETTING))
 
 
-def _is_known(device: str) -> bool:
-    key = device, ENVIRONMENT.get(SETTING)
-    if key not in _known:
-        _known[key] = backends_of(device)[0] != "plain"
-    return _known[key]
+@functools.lru_cache(maxsize=16)
+def _is_more_than_plain(device: str, setting: Any) -> bool:
+    """Say whether a device has more than plain PyTorch; ``setting`` is what the environment variable was."""
+    return backends_of(device)[0] != "plain"
 
 
 @torch.compiler.assume_constant_result
