@@ -17,7 +17,7 @@ import torch
 from benchmarks.records import RESULTS
 
 COMMANDS = {
-    "run": ("suites.runner", "suites: layers, models, kernels and the host, all providers side by side in one run"),
+    "run": ("suites.runner", "suites: layers, blocks, kernels and the host, all providers side by side in one run"),
     "plot": ("suites.plots", "suites: plot their csv files"),
     "gpu": ("gpu.command", "gpu: all that a CUDA machine must show, not installed"),
     "compile": ("gpu.compiled", "gpu: what compilers say of the Triton kernels; needs no accelerator"),

@@ -48,7 +48,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Row(Origin):
-    suite: str  # "linear", "model", "kernels", "growth", "host", "operators" or "blocks"
+    suite: str  # "linear", "kernels", "host", "operators" or "blocks"
     case: str  # title of the case
     provider: str  # title of the provider
     dtype: str  # dtype of the input; for models on cuda, that of autocast

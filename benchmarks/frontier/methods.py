@@ -137,7 +137,7 @@ def _adapted(title: str, **fields: Any) -> Method:
 
 METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
-    "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, {"every": 1}, is_exact=True),
+    "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, is_exact=True),
     "checkpoint-offload": Method("checkpointing, offloaded", "exact", use_offloaded, is_exact=True),
     "compiled": Method("exact, compiled", "exact", use_compiled, is_exact=True, is_compiled=True),
     **{

@@ -1,6 +1,6 @@
 """Everything that a CUDA machine must show, in one call of a few minutes.
 
-Needs torch, Triton and, for the suites ``blocks`` and ``model``, transformers, from the root of a checkout that is not
+Needs torch, Triton and, for the suite ``blocks``, transformers, from the root of a checkout that is not
 installed. Every section runs in processes of its own, because an illegal access or a hang on a device ends all that
 shares the process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is
 left, those first that say most.
@@ -69,10 +69,7 @@ def compare(device: str, titles: Sequence[str]) -> list[Parity]:
 
 
 SECONDS = 500.0  # and what the last processes need to end: under nine minutes
-SHARES = {
-    "parity": 3, "steps": 4, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "model": 3, "growth": 1, "host": 1,
-    "largest": 6,
-}  # fmt: skip
+SHARES = {"parity": 3, "steps": 4, "blocks": 5, "operators": 3, "kernels": 2, "linear": 4, "host": 1, "largest": 6}
 _MAIN = "16384 x 4096"  # the size that a GPU is judged by
 
 

@@ -122,7 +122,7 @@ class Trial:
         with torch.device(device):
             self.model: Any = model.make(tiny).train()
         if provider in (_CHECKPOINT, _CHUNKS):
-            checkpoint(self.model, self.model.config.num_hidden_layers)
+            checkpoint(self.model)
         if provider in (_CHUNKS, _DEFAULT):
             convert(self.model, RMMConfig(operations=("logits",)) if provider == _CHUNKS else None)
         # The step takes its time and moves nothing.

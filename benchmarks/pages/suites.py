@@ -10,7 +10,7 @@ from benchmarks.library import QUALITIES, SAMPLERS, table
 from benchmarks.noise.blocks import LeftRow
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
-from benchmarks.suites import growth, host, linear, models, operators
+from benchmarks.suites import blocks, host, linear, operators
 from benchmarks.suites.zoo import TEXT, ZooRow
 
 _ESTIMATORS = {"none": '"none": nothing else', "oracle": "the true ‖y‖"}
@@ -113,9 +113,9 @@ def _layers(rows: Sequence[Row]) -> str:
 
 
 def _steps(rows: Sequence[Row]) -> str:
-    bases = _bases(rows, models.REFERENCE)
+    bases = _bases(rows, blocks.REFERENCE)
     spec = {
-        "": lambda row: f"{_case(row)}: {row.provider}{', all linear layers' * (row.provider == models.SKETCHED)}",
+        "": lambda row: f"{_case(row)}: {row.provider}{', all linear layers' * (row.provider == blocks.LINEARS)}",
         "step time": lambda row: _or_failed(row, f"{row.median or 0:.3g} s"),
         "relative to exact": lambda row: f"{row.relative or 0:.2f}",
         "activation memory": lambda row: _mib(row.kept_bytes) + _share(row.kept_bytes, bases[_case(row)].kept_bytes),
@@ -144,15 +144,6 @@ def _operators(rows: Sequence[Row]) -> str:
     return _by_case(rows, cell)
 
 
-def _growth(rows: Sequence[Row]) -> str:
-    found = growth.per_token(rows)
-
-    def share(row: Row) -> str:
-        return _or_failed(row, f"{found.get((row.provider, growth.tokens_of(row)), 0):.2f}")
-
-    return pivot(rows, lambda row: f"{growth.tokens_of(row):,}", of("provider"), share, "tokens")
-
-
 def _host(rows: Sequence[Row]) -> str:
     bases = _bases(rows, host.REFERENCE)
 
@@ -171,11 +162,9 @@ def _host(rows: Sequence[Row]) -> str:
 
 _MAKERS = {
     "linear": _layers,
-    "model": _steps,
     "blocks": _steps,
     "operators": _operators,
     "kernels": _kernels,
-    "growth": _growth,
     "host": _host,
 }
 

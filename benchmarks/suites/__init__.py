@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from benchmarks.suites import bandwidth, growth, host, linear, models, operators
+from benchmarks.suites import bandwidth, host, linear, operators
 from benchmarks.suites import blocks as block_steps
 from benchmarks.suites.case import Case, Setup
 
 SUITES: dict[str, ModuleType] = {
     "linear": linear,
-    "model": models,
     "kernels": bandwidth,
-    "growth": growth,
     "host": host,
     "operators": operators,
     "blocks": block_steps,

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 class Case:
     """One set of sizes that all providers are measured on, side by side."""
 
-    suite: str  # "linear", "model", "kernels", "growth", "host", "operators" or "blocks"
+    suite: str  # "linear", "kernels", "host", "operators" or "blocks"
     name: str  # its title, without dtype and ratio
     device: str  # "cpu" or "cuda"
     dtype: str  # name of a torch dtype, as "float32"
-    # what the suite needs: linear and growth (N, I, O), model (batch, length), kernels (N, D), operators those of the
-    # tensors, host (N, I, layers), blocks (batch, length, layers)
+    # what the suite needs: linear (N, I, O), kernels (N, D), operators those of the tensors, host (N, I, layers),
+    # blocks (batch, length, layers)
     sizes: tuple[int, ...]
-    check: int = 0  # tokens (model: sequences) that the correctness gate looks at
+    check: int = 0  # tokens (blocks: sequences) that the correctness gate looks at
     ratio: float = 0.1  # K/N, or for packed sketches bytes kept by bytes of the input
     rounds: int = 5  # times that every provider's turn comes
     tiny: bool = False  # whether the model is a toy, to try the command
@@ -57,7 +57,7 @@ class Outcome:
 class Setup:
     """A provider, ready to run on a case."""
 
-    run: Callable[[], object]  # what is timed: forward and backward pass, training step, or kernel
+    run: Callable[[], object]  # what is timed: forward and backward pass, or kernel
     outcome: Callable[[int], Outcome]  # one run on the gate's input for a seed
     expected: Callable[[int], Outcome]  # what the reference makes of the same input for that seed
     module: nn.Module | None = None  # the module whose kept bytes count; None where nothing is kept

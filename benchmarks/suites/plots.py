@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.figures import figure_of, headed, x_ticks
 from benchmarks.records import RESULTS, Row, read_rows
-from benchmarks.suites import growth
 
 _STYLES = (
     ("o", "-", "#000000"), ("s", "-", "#0072b2"), ("^", "--", "#d55e00"), ("D", "-.", "#009e73"),
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def plot_all(results: Path) -> list[Path]:
-    makers = {"linear": plot_linear, "model": plot_model, "kernels": plot_kernels, "growth": plot_growth}
+    makers = {"linear": plot_linear, "kernels": plot_kernels}
     pictures = []
     for suite, make in makers.items():
         for path in filter(Path.is_file, (results / f"{suite}-{device}.csv" for device in ("cpu", "cuda"))):
@@ -67,31 +66,6 @@ def plot_linear(rows: Sequence[Row]) -> Any:
     return _finished(figure, rows, styles | extra, "Time of one layer")
 
 
-def plot_model(rows: Sequence[Row]) -> Any:
-    """Plot the bytes kept for the backward pass against the time of a training step."""
-    panels = list(dict.fromkeys((row.dtype, row.case) for row in rows))
-    figure, axes = figure_of(1, len(panels), width=6.4, height=4.6)
-    for (dtype, case), axis in zip(panels, axes, strict=False):
-        here = [r for r in rows if (r.dtype, r.case) == (dtype, case) and r.kept_bytes is not None and r.median]
-        base = next((r.median for r in here if r.provider == "exact"), None) or 1.0
-        for number, row in enumerate(here):
-            style = _style(number)
-            low, middle, high = ((value or 0) / base for value in (row.lower, row.median, row.upper))
-            kept = (row.kept_bytes or 0) / _MIB
-            axis.errorbar(
-                [middle], [kept], xerr=[[middle - low], [high - middle]], color=style["color"], marker=style["marker"],
-                markersize=9, capsize=3, label=row.provider,
-            )  # fmt: skip
-        axis.axvline(1, **_REFERENCE, label="time of the exact step: no slower than this")
-        free = min((row.kept_bytes or 0) for row in here if not row.provider.startswith("torch checkpoint")) / _MIB
-        axis.axhline(free, **_LIMIT, label="fewest bytes without recomputing")
-        axis.set(title=f"{case}, {dtype}", xlabel="step time relative to exact (median, quartiles)")
-        axis.set(ylabel="activation memory, MiB", ylim=(0, None))
-        axis.margins(x=0.1)
-        axis.legend(fontsize=8, loc="best")
-    return _finished(figure, rows, {}, "Memory and time of a training step: left and low is better")
-
-
 def plot_kernels(rows: Sequence[Row]) -> Any:
     """Plot every kernel's bytes per second against the size of its matrix, with the copy's."""
 
@@ -112,20 +86,6 @@ def plot_kernels(rows: Sequence[Row]) -> Any:
         _log_ticks(axis, sorted({x for x, _ in every_point}), [y for _, y in every_point if y])
     axes[0].set_ylabel("bytes that must be moved per second, GB/s")
     return _finished(figure, rows, styles | {"copy: the limit": _LIMIT}, "Bandwidth of the kernels")
-
-
-def plot_growth(rows: Sequence[Row]) -> Any:
-    """Plot the time per token against the number of tokens, relative to the base case."""
-    title = f"width {rows[0].case.split(' x ')[1]}, {rows[0].dtype}"
-    found = growth.per_token(rows)
-    panels = _by_panel((title, name, tokens, share) for (name, tokens), share in found.items())
-    figure, (axis,), styles = _lines(panels, width=6.4, height=4.2)
-    axis.axhspan(0.9, 1.1, color="0.9", zorder=0)
-    tokens = sorted({tokens for _, tokens in found})
-    x_ticks(axis, tokens, [f"{count:,}" for count in tokens], rotation=30)
-    axis.set(xlabel="tokens", ylabel=f"time per token relative to {growth.BASE:,} tokens", ylim=(0, None))
-    extra = {"within a tenth": {"color": "0.9", "linewidth": 6}}
-    return _finished(figure, rows, styles | extra, "Growth with the number of tokens")
 
 
 Points = dict[str, list[tuple[float, float]]]  # by provider

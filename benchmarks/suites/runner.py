@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def has_memory(case: Case) -> bool:
-    return case.suite in ("model", "blocks") or (case.suite == "linear" and case.ratio == RATIO)
+    return case.suite == "blocks" or (case.suite == "linear" and case.ratio == RATIO)
 
 
 def run_suite(

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.suites import SUITES, bandwidth, gate, host, linear, models, operators, setup
+from benchmarks.suites import SUITES, bandwidth, gate, host, linear, operators, setup
 from benchmarks.suites import blocks as block_steps
 from benchmarks.suites.case import Case, Outcome, Setup
 from benchmarks.suites.runner import run_cases
@@ -16,7 +16,7 @@ LINEAR = linear.cases("cpu", tiny=True)[0]
 OPERATORS = operators.cases("cpu", tiny=True)
 EVERY = [
     *(case for suite in (linear, bandwidth, host) for case in suite.cases("cpu", tiny=True)[:1]),
-    *(case for suite in (models, operators, block_steps) for case in suite.cases("cpu", tiny=True)),
+    *(case for suite in (operators, block_steps) for case in suite.cases("cpu", tiny=True)),
 ]
 WIDE = dataclasses.replace(LINEAR, sizes=(512, 768, 768))
 

@@ -36,7 +36,7 @@ def test_a_failing_section_costs_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     def crash(function, *arguments, timeout):
         if arguments[0] == "linear":
             raise ProcessError("suite_section ended its process with status -6")
-        return ["16 x 4, rows, float32, 0.1: output is off"] if arguments[0] == "model" else []
+        return ["16 x 4, rows, float32, 0.1: output is off"] if arguments[0] == "host" else []
 
     monkeypatch.setattr(command, "call", crash)
     for section in ("run_parity", "run_steps", "run_largest"):

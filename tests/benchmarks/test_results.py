@@ -106,7 +106,7 @@ def test_kept_bytes_of_a_layer_are_those_of_the_formula(results: Path) -> None:
 
 def test_all_sections_of_gpu_leave_their_csv(results: Path) -> None:
     names = {f"{name}-cpu.csv" for name in gpu.SHARES}
-    assert set(gpu.SHARES) == {"parity", "largest", *SUITES}
+    assert set(gpu.SHARES) == {"parity", "steps", "largest", *SUITES}
     assert {path.name for path in results.glob("*.csv")} == names
     assert (results / "failures-cpu.txt").read_text() == ""
     parity_rows = read_rows(results / "parity-cpu.csv", Parity)
