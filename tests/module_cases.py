@@ -17,6 +17,7 @@ from gated_helpers import MAKERS as GATED
 from own_modules import OUTPUTS, Images, Own, OwnGate, OwnParameter, OwnProduct
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -478,6 +479,9 @@ MEMBERS = {
     ),
     "convolution circular": _convolution(
         3, functools.partial(nn.Conv3d, kernel_size=3, padding=1, padding_mode="circular", bias=False), 4
+    ),
+    "convolution weight normed": _convolution(
+        1, lambda *sizes: parametrizations.weight_norm(nn.Conv1d(*sizes, kernel_size=3))
     ),
     "convolution own code": _convolution(2, functools.partial(own.TurnedConvolution, kernel_size=3, padding=1)),
     "dropout own code": Member("dropout", lambda width: own.OwnDropout(), pointwise_bytes(1, False), ("x",)),

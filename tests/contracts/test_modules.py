@@ -69,6 +69,8 @@ WITHOUT = {
     ("attention t5", "reentrant"): "without gradients, PyTorch's own kernel is another one, with other last bits",
     ("Conv1D", "views"): "transformers' own takes no views",
     ("convolution", "views"): "its code follows the memory: tests/activations/test_convolution.py",
+    ("convolution weight normed", "bytes"): "it saves the weight of frozen parameters",
+    ("convolution weight normed", "copies"): "PyTorch pickles nothing that is parametrized",
     ("attention llama", "widths"): "a rotary embedding needs an even width of heads",
     **{(name, "transforms"): "code around it reads what is mapped" for name in [*OF_TRANSFORMERS, "attention nn."]},
     **{
