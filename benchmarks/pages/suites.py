@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.library import QUALITIES, SAMPLERS, table
-from benchmarks.noise.blocks import LeftRow
+from benchmarks.noise.blocks import BlockRow, LeftRow
 from benchmarks.pages.render import Cell, Table, columns, from_csv, of, pivot
 from benchmarks.records import RATIO, PresetRow, Row, Sampled, Surveyed
 from benchmarks.suites import blocks, host, linear, operators
@@ -71,7 +71,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 _TITLES = {"paper": "the published dense Gaussian"}
 
 
-def _case(row: Row) -> str:
+def _case(row: Row | BlockRow) -> str:
     return f"{row.case}, {_SHORT.get(row.dtype, row.dtype)}"
 
 
@@ -169,6 +169,37 @@ _MAKERS = {
 }
 
 
+def _blocks_bytes(rows: Sequence[BlockRow]) -> str:
+    """Lay out models down, operations across, added one after the other, without those that no model has."""
+    cells = {(_case(row), row.operations): row for row in rows}
+    models = dict.fromkeys(map(_case, rows))
+    exact, *sets, others = dict.fromkeys(row.operations for row in rows)
+    before = dict(zip(sets, [exact, *sets], strict=False))
+    sets = [one for one in sets if any(cells[m, one].value != cells[m, before[one]].value for m in models)]
+    titles = [sets[0], *(f"+ {one.split()[-1]}" for one in sets[1:-1]), f"+ {sets[-1].split()[-1]}: all"]
+    lines = [
+        (
+            model,
+            f"{cells[model, exact].value / 2**20:.1f}",
+            *(f"{cells[model, one].relative:.3f}" for one in [*sets, others]),
+        )
+        for model in models
+    ]
+    return table(("", "exact, MiB", *titles, "all but linear"), lines)
+
+
+def _blocks_noise(rows: Sequence[BlockRow]) -> str:
+    cell: Cell = lambda row: " / ".join(map(digits, (row.value, row.first, row.median)))  # noqa: E731
+    return pivot(rows, of("case"), of("operations"), cell)
+
+
+def _blocks_images(rows: Sequence[BlockRow]) -> str:
+    titles = {"convolution": "convolutions", "activation": "activations"}
+    titles |= dict.fromkeys(("norm pooling", "linear norm"), "norms; ResNet's pool, ConvNeXt's linears")
+    some = [row for row in rows if row.operations != "exact"]
+    return pivot(some, of("case"), lambda row: titles.get(row.operations, "all"), of("relative", ".2f"))
+
+
 def _blocks_left(rows: Sequence[LeftRow]) -> str:
     families: dict[str, list[LeftRow]] = {}
     for row in rows:
@@ -218,6 +249,9 @@ def _zoo_count(rows: Sequence[ZooRow]) -> dict[str, str | int]:
 
 
 TABLES: dict[str, Table] = {
+    "blocks-bytes": from_csv("blocks-bytes", BlockRow, _blocks_bytes),
+    "blocks-noise": from_csv("blocks-noise", BlockRow, _blocks_noise),
+    "blocks-images": from_csv("blocks-images", BlockRow, _blocks_images),
     "blocks-left": from_csv("blocks-left", LeftRow, _blocks_left),
     "zoo": from_csv("zoo", ZooRow, _zoo),
     "zoo-counts": from_csv("zoo", ZooRow, _zoo_counts),
