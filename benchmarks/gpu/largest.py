@@ -1,9 +1,10 @@
 """Section ``largest`` of ``python -m benchmarks gpu``: the largest batch that a device holds, found by trying.
 
-Whole models train in bfloat16 with AdamW: RoBERTa-base under autocast, and a LLaMA of a billion parameters that is
-bfloat16 itself. Attention has no dropout, as in current models: it is where the fast kernels of PyTorch and ours are.
-Every method runs in a process of its own. The bytes of two small batches say where the largest should lie; it is tried,
-and what is around it. Each is also measured with the batch that is exact training's largest.
+Whole models train in bfloat16 with AdamW: RoBERTa-base under autocast, and LLaMAs that are bfloat16 themselves.
+Attention has no dropout, as in current models: it is where the fast kernels of PyTorch and ours are. Every method runs
+in a process of its own. The bytes of two small batches say where the largest should lie; it is tried, and what is
+around it. Each is also measured with the batch that is exact training's largest. Of one sequence, its longest length is
+found likewise; and torchtune's and PEFT's published settings of Llama-3.2-3B have one batch, which is measured.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from benchmarks.planning.fit_paper import MODELS
 from benchmarks.processes import ProcessError, call
 from benchmarks.records import Origin, origin, write_rows
 from benchmarks.suites.models import build, checkpoint
-from rmm_linear import RMMConfig, convert
+from rmm_linear import convert
 
 NO_TIME = "no more time"
 _PRECISION, _MOST = 16, 64  # the least batch that does not fit is at most a 16th larger; a guess at most 64 times
@@ -78,16 +80,20 @@ def is_full(error: RuntimeError) -> bool:
 
 EXACT = "exact"
 _ON_CPU, _FIRST_TINY = 10_000_000, 4  # bytes of a device that is none, to try the command; sequences of 32 tokens
-_CHECKPOINT, _CHUNKS, _DEFAULT = "torch checkpoint", "torch checkpoint, loss in chunks", "default"
+_GRAIN = 256  # tokens: the longest sequence is a multiple
+_CHECKPOINT, _CHUNKS, _RECOMPUTED, _DEFAULT, _CAREFUL = (
+    "torch checkpoint", "loss in chunks", "torch checkpoint, loss in chunks", "default", "careful",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Model:
     make: Callable[[bool], nn.Module]
-    length: int
-    first: int
+    first: int  # what is tried first: sequences, or for the longest one 256 tokens
     providers: tuple[str, ...]
-    is_half: bool
+    length: int | None = None  # tokens of a sequence; None: the longest one is found
+    is_half: bool = True
+    is_found: bool = True  # whether the largest is found; otherwise the first is measured and no other
 
 
 def _roberta(tiny: bool) -> nn.Module:
@@ -97,18 +103,35 @@ def _roberta(tiny: bool) -> nn.Module:
     return build("Roberta", "ForSequenceClassification", **shape, attention_probs_dropout_prob=0.0, use_cache=False)
 
 
-def _llama(tiny: bool) -> nn.Module:
+def _llama(name: str, tiny: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    billion: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
-    billion |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000}
-    shape: Any = MODELS["tiny"] if tiny else billion
-    return AutoModelForCausalLM.from_config(LlamaConfig(**shape, use_cache=False), dtype=torch.bfloat16)
+    config = LlamaConfig(**MODELS["tiny" if tiny else name], use_cache=False, tie_word_embeddings=name == "3b")  # pyright: ignore[reportArgumentType]
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
+def _adapted(tiny: bool, **fields: Any) -> nn.Module:
+    """Add LoRA of rank 32, on the layers of PEFT's default, as its suite has it."""
+    import peft
+
+    return peft.get_peft_model(_llama("3b", tiny), peft.LoraConfig(r=32, task_type="CAUSAL_LM", **fields))  # pyright: ignore[reportArgumentType]
+
+
+def _with_velora(tiny: bool) -> nn.Module:
+    import peft
+
+    return _adapted(tiny, velora_config=peft.VeloraConfig())
+
+
+_ALL = EXACT, _DEFAULT, _CHECKPOINT, _RECOMPUTED
+_OF_CHUNKS = _CHUNKS, _RECOMPUTED, _DEFAULT, _CAREFUL
 CASES: dict[str, _Model] = {
-    "roberta-base": _Model(_roberta, 512, 8, (EXACT, _DEFAULT, _CHECKPOINT), False),
-    "llama, 1.1 billion": _Model(_llama, 2048, 1, (EXACT, _DEFAULT, _CHECKPOINT, _CHUNKS), True),
+    "roberta-base": _Model(_roberta, 8, (EXACT, _DEFAULT, _CHECKPOINT), 512, is_half=False),
+    "llama, 1.1 billion": _Model(partial(_llama, "1.1b"), 1, _ALL, 2048),
+    "llama, 1.1 billion, one sequence": _Model(partial(_llama, "1.1b"), 8, _OF_CHUNKS[:3]),
+    "llama, 3.2 billion": _Model(partial(_llama, "3b"), 2, _OF_CHUNKS, 4096, is_found=False),
+    "llama, 3.2 billion, LoRA": _Model(_adapted, 4, (EXACT, _CHECKPOINT, _DEFAULT, _CAREFUL), 768, is_found=False),
+    "llama, 3.2 billion, VeLoRA": _Model(_with_velora, 4, (EXACT,), 768, is_found=False),
 }
 
 
@@ -117,17 +140,19 @@ class Trial:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free fits any size
         torch.manual_seed(0)
         self.device, self.is_half = device, model.is_half
-        self.length = 32 if tiny else model.length
+        self.length = None if model.length is None else 32 if tiny else model.length
         self.memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else _ON_CPU
         with torch.device(device):
             self.model: Any = model.make(tiny).train()
-        if provider in (_CHECKPOINT, _CHUNKS):
+        if provider in (_CHECKPOINT, _RECOMPUTED):
             checkpoint(self.model)
-        if provider in (_CHUNKS, _DEFAULT):
-            convert(self.model, RMMConfig(operations=("logits",)) if provider == _CHUNKS else None)
+        if provider in (_CHUNKS, _RECOMPUTED):
+            convert(self.model, operations=("logits",))
+        elif provider in (_DEFAULT, _CAREFUL):
+            convert(self.model, quality=provider)
         # The step takes its time and moves nothing.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
-        self.first = _FIRST_TINY if tiny else model.first
+        self.first = _FIRST_TINY if tiny and model.is_found else model.first
         for _ in range(2):  # until states are there
             self._step(self.first)
 
@@ -164,7 +189,12 @@ class Trial:
             seconds.append(time.perf_counter() - begin)
         median = statistics.median(seconds)
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else self._live(batch)
-        return {"peak": peak, "seconds": median, "tokens_per_second": batch * self.length / median}
+        count, length = self.shape(batch)
+        return {"peak": peak, "seconds": median, "tokens_per_second": count * length / median}
+
+    def shape(self, size: int) -> tuple[int, int]:
+        """Return sequences and tokens of each."""
+        return (1, _GRAIN * size) if self.length is None else (size, self.length)
 
     def _step(self, batch: int) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -183,7 +213,8 @@ class Trial:
 
     def _batch(self, batch: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(batch)
-        ids = torch.randint(3, self.model.config.vocab_size, (batch, self.length), generator=generator).to(self.device)
+        words = self.model.config.vocab_size
+        ids = torch.randint(3, words, self.shape(batch), generator=generator).to(self.device)
         return {"input_ids": ids, "labels": ids if self.is_half else ids[:, 0] % 2}
 
     def _clear(self) -> None:
@@ -197,7 +228,7 @@ class Trial:
 class Largest(Origin):
     case: str  # title of the model
     provider: str  # the method
-    what: str = "largest"  # "largest", or "exact's largest": the batch that is measured
+    what: str = "largest"  # "largest", "exact's largest" or "published": the batch that is measured
     batch: int = 0  # sequences; 0 if not one fits
     length: int = 0  # tokens of each
     memory: int = 0  # bytes of the device
@@ -228,7 +259,7 @@ def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: 
             rows += [dataclasses.replace(row, **one) for one in found]
         except ProcessError as error:
             rows.append(dataclasses.replace(row, status=str(error).strip().splitlines()[-1]))
-        if provider == EXACT:
+        if provider == EXACT and CASES[case].is_found:
             exact[case] = rows[-1].batch
         write_rows(path, rows)
         print(f"{case}, {provider}: {rows[-1].batch}, {rows[-1].status}", file=sys.stderr, flush=True)
@@ -238,18 +269,25 @@ def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: 
 def search_in(case: str, provider: str, device: str, tiny: bool, end: float, exact: int | None) -> list[dict[str, Any]]:
     """Search for the largest batch of one method; meant for a process of its own."""
     begin = time.time()
-    trial = Trial(CASES[case], provider, device, tiny)
-    batch, status = largest(trial.peak, trial.memory, trial.first, end - (end - begin) / 6)
+    try:
+        trial = Trial(CASES[case], provider, device, tiny)
+    except RuntimeError as error:  # no memory for a first step
+        return [{"status": first_line(error)}]
+    if CASES[case].is_found:
+        batch, status = largest(trial.peak, trial.memory, trial.first, end - (end - begin) / 6)
+    else:
+        batch, status = trial.first, "ok"
     chosen = {"exact's largest": exact} if exact and exact < batch else {}
     rows = list[dict[str, Any]]()
-    for what, size in {**chosen, "largest": batch}.items():
-        row = {"what": what, "batch": size, "length": trial.length, "memory": trial.memory}
+    for what, size in {**chosen, "largest" if CASES[case].is_found else "published": batch}.items():
+        count, length = trial.shape(size)
+        row = {"what": what, "batch": count, "length": length, "memory": trial.memory}
         try:
             row |= trial.measured(size, end)
             state = "ok"
         except RuntimeError as error:
             state = f"when it was measured: {first_line(error)}"
-        rows.append(row | {"status": status if what == "largest" and status != "ok" else state})
+        rows.append(row | {"status": status if what != "exact's largest" and status != "ok" else state})
     return rows
 
 

@@ -32,6 +32,8 @@ def _shape(width: int, inner: int, *, layers: int, heads: int, pairs: int, words
 MODELS: dict[str, Shape] = {
     "8b": _shape(4096, 14336, layers=32, heads=32, pairs=8, words=128256),
     "70b": _shape(8192, 28672, layers=80, heads=64, pairs=8, words=128256),
+    "3b": _shape(3072, 8192, layers=28, heads=24, pairs=8, words=128256),
+    "1.1b": _shape(2048, 5632, layers=22, heads=32, pairs=4, words=32000),
     "tiny": _shape(64, 192, layers=3, heads=4, pairs=2, words=512),
 }
 GB_ON_HOST = 240  # for each device: 1.9 TB for eight

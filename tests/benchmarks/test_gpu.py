@@ -96,6 +96,26 @@ def test_methods_that_keep_less_train_larger_batches(case: str) -> None:
         assert 0.8 * row["memory"] < row["peak"] <= row["memory"]
 
 
+@pytest.mark.thorough
+def test_the_longest_sequence_and_published_settings() -> None:
+    """Of one sequence, 256 tokens are a step; a published batch is measured and no other."""
+    case = "llama, 1.1 billion, one sequence"
+    chunks, ours = (search_in(case, name, "cpu", True, NEVER, None)[0] for name in ("loss in chunks", "default"))
+    assert ours["status"] == chunks["status"] == "ok"
+    assert (ours["batch"], ours["length"] % 256) == (1, 0)
+    assert ours["length"] > 1.5 * chunks["length"]
+    found = {
+        (name, provider): search_in(f"llama, 3.2 billion{name}", provider, "cpu", True, NEVER, None)
+        for name in ("", ", LoRA", ", VeLoRA")
+        for provider in largest.CASES[f"llama, 3.2 billion{name}"].providers
+    }
+    rows = {key: row for key, (row,) in found.items()}
+    assert {(row["what"], row["status"]) for row in rows.values()} == {("published", "ok")}
+    assert {row["batch"] for row in rows.values()} == {2, 4}
+    ours, velora = rows[", LoRA", "default"]["peak"], rows[", VeLoRA", EXACT]["peak"]
+    assert max(ours, velora) < rows[", LoRA", EXACT]["peak"]
+
+
 def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
     """Not their registers, which change with Triton's version. Else run: python -m benchmarks compile."""
     environment = os.environ | {"PYTHONPATH": str(compiled.PROGRAM.parent)}
