@@ -112,8 +112,7 @@ def test_the_longest_sequence_and_published_settings() -> None:
     rows = {key: row for key, (row,) in found.items()}
     assert {(row["what"], row["status"]) for row in rows.values()} == {("published", "ok")}
     assert {row["batch"] for row in rows.values()} == {2, 4}
-    ours, velora = rows[", LoRA", "default"]["peak"], rows[", VeLoRA", EXACT]["peak"]
-    assert max(ours, velora) < rows[", LoRA", EXACT]["peak"]
+    assert rows[", LoRA", "default"]["peak"] < 0.7 * min(rows[name, EXACT]["peak"] for name in (", LoRA", ", VeLoRA"))
 
 
 def test_the_committed_table_of_compiled_kernels_has_every_variant() -> None:
