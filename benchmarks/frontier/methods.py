@@ -163,10 +163,7 @@ METHODS: dict[str, Method] = {
     },
     "careful": Method("ours, careful", "ours", _converted, QUALITIES["careful"]),
     "smallest": Method("ours, smallest", "ours", _converted, QUALITIES["smallest"]),
-    **{
-        f"fit-{share}": Method(f"fit, least + {share} %", "ours", nn.Module.train, budget=share / 100)
-        for share in (25, 10)
-    },
+    "fit-25": Method("fit, least + 25 %", "ours", nn.Module.train, budget=0.25),
     **{f"lora-{name}": _adapted(f"LoRA, and ours on it, {name}", quality=name) for name in ("careful", "smallest")},
     "lora-sketched": replace(_adapters("LoRA, our variant", sketched_lora), is_tuned=False),
     "qlora": _adapted(f"QLoRA, rank {_RANK}", is_quantized=True),
