@@ -51,7 +51,7 @@ class Row(Origin):
     suite: str  # "linear", "kernels", "host", "operators" or "blocks"
     case: str  # title of the case
     provider: str  # title of the provider
-    dtype: str  # dtype of the input; for models on cuda, that of autocast
+    dtype: str  # dtype of the input
     ratio: float = RATIO  # the case's K/N, or for packed sketches bytes kept by bytes of the input
     status: str = "ok"  # "ok", or why there is no time
     median: float | None = None  # median time

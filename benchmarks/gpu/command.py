@@ -1,6 +1,6 @@
 """Everything that a CUDA machine must show, in one call of a few minutes.
 
-Needs torch, Triton and, for the suite ``blocks``, transformers, from the root of a checkout that is not
+Needs torch, Triton and, for models, transformers, from the root of a checkout that is not
 installed. Every section runs in processes of its own, because an illegal access or a hang on a device ends all that
 shares the process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is
 left, those first that say most.
@@ -122,7 +122,7 @@ def suite_section(name: str, path: Path, device: str, tiny: bool, commit: str) -
     cases = [case for case in cases if case.ratio == RATIO or _MAIN in case.name]  # `run` measures the others too
     cases.sort(key=lambda case: _MAIN not in case.name)
     rows: list[Row] = []
-    # Of memory, each measurement takes a process its seconds: that of blocks, models and the main layer alone.
+    # Of memory, each measurement takes a process its seconds: that of blocks and the main layer alone.
     for found in run_suite(
         path,
         cases,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,22 @@ from benchmarks.records import Origin, origin, write_rows
 from benchmarks.suites.models import build, checkpoint
 from rmm_linear import convert
 
-NO_TIME = "no more time"
+NO_TIME, FULL = "no more time", "does not fit"
 _PRECISION, _MOST = 16, 64  # the least batch that does not fit is at most a 16th larger; a guess at most 64 times
 
 
-def largest(peak: Callable[[int], int | None], memory: int, first: int, end: float) -> tuple[int, str]:
+def largest(peak: Callable[[int], int | None], memory: int, first: int, end: float, power: int = 1) -> tuple[int, str]:
+    """Find the largest size that fits, and say whether that is known; time grows with that power of the size."""
     known, high, failures, size, pace = [(0, 0)], None, 0, first, 0.0
     while high is None or high - known[-1][0] > max(1, known[-1][0] // _PRECISION):
         begin, low = time.time(), known[-1][0]
-        if begin + pace * size > end:
+        if begin + pace * size**power > end:
             return low, f"{NO_TIME}: at least {low}" + ("" if high is None else f", less than {high}")
         try:
             found = peak(size)
         except RuntimeError as error:
             return low, f"with {size}: {first_line(error)}"
-        pace = (time.time() - begin) / size
+        pace = (time.time() - begin) / size**power
         if found is None:
             high, failures = size, failures + 1
         else:
@@ -123,6 +125,7 @@ def _with_velora(tiny: bool) -> nn.Module:
     return _adapted(tiny, velora_config=peft.VeloraConfig())
 
 
+_ADAPTED = _adapted, _with_velora  # where PEFT is installed
 _ALL = EXACT, _DEFAULT, _CHECKPOINT, _RECOMPUTED
 _OF_CHUNKS = _CHUNKS, _RECOMPUTED, _DEFAULT, _CAREFUL
 CASES: dict[str, _Model] = {
@@ -153,7 +156,7 @@ class Trial:
         # The step takes its time and moves nothing.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
         self.first = _FIRST_TINY if tiny and model.is_found else model.first
-        for _ in range(2):  # until states are there
+        for _ in range(2 if model.is_found else 7):  # until states are there, and modules have learned what they learn
             self._step(self.first)
 
     def peak(self, batch: int) -> int | None:
@@ -194,7 +197,7 @@ class Trial:
 
     def shape(self, size: int) -> tuple[int, int]:
         """Return sequences and tokens of each."""
-        return (1, _GRAIN * size) if self.length is None else (size, self.length)
+        return (min(size, 1), _GRAIN * size) if self.length is None else (size, self.length)
 
     def _step(self, batch: int) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -244,13 +247,14 @@ class Largest(Origin):
 def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: str) -> list[Largest]:
     about: dict[str, Any] = origin(device, commit)
     rows, end = list[Largest](), time.monotonic() + timeout
-    waiting = [(case, provider) for case, model in CASES.items() for provider in model.providers]
+    known = {case: model for case, model in CASES.items() if model.make not in _ADAPTED or find_spec("peft")}
+    waiting = [(case, provider) for case, model in known.items() for provider in model.providers]
     exact: dict[str, int] = {}
     while waiting:
         case, provider = waiting[0]
         left = max(1.0, (end - time.monotonic()) / len(waiting))
         del waiting[0]
-        row = Largest(case=case, provider=provider, **about)
+        row = Largest(case=case, provider=provider, what=_what(case), **about)
         try:
             # What a process reports must be there before it is ended.
             found = call(
@@ -262,8 +266,13 @@ def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: 
         if provider == EXACT and CASES[case].is_found:
             exact[case] = rows[-1].batch
         write_rows(path, rows)
-        print(f"{case}, {provider}: {rows[-1].batch}, {rows[-1].status}", file=sys.stderr, flush=True)
+        found = f"{rows[-1].batch} × {rows[-1].length}, {rows[-1].status}"
+        print(f"{case}, {provider}: {found}", file=sys.stderr, flush=True)
     return rows
+
+
+def _what(case: str) -> str:
+    return "largest" if CASES[case].is_found else "published"
 
 
 def search_in(case: str, provider: str, device: str, tiny: bool, end: float, exact: int | None) -> list[dict[str, Any]]:
@@ -271,26 +280,31 @@ def search_in(case: str, provider: str, device: str, tiny: bool, end: float, exa
     begin = time.time()
     try:
         trial = Trial(CASES[case], provider, device, tiny)
-    except RuntimeError as error:  # no memory for a first step
-        return [{"status": first_line(error)}]
+    except RuntimeError as error:
+        if not is_full(error):
+            raise
+        return [{"status": FULL}]
     if CASES[case].is_found:
-        batch, status = largest(trial.peak, trial.memory, trial.first, end - (end - begin) / 6)
+        is_long = trial.length is None
+        batch, status = largest(trial.peak, trial.memory, trial.first, end - (end - begin) / 6, 2 if is_long else 1)
+        status += f", times {_GRAIN} tokens" * (is_long and status != "ok")
     else:
         batch, status = trial.first, "ok"
     chosen = {"exact's largest": exact} if exact and exact < batch else {}
     rows = list[dict[str, Any]]()
-    for what, size in {**chosen, "largest" if CASES[case].is_found else "published": batch}.items():
+    for what, size in {**chosen, _what(case): batch}.items():
         count, length = trial.shape(size)
         row = {"what": what, "batch": count, "length": length, "memory": trial.memory}
         try:
             row |= trial.measured(size, end)
             state = "ok"
         except RuntimeError as error:
-            state = f"when it was measured: {first_line(error)}"
+            is_published = what == "published" and is_full(error)
+            state = FULL if is_published else f"when it was measured: {first_line(error)}"
         rows.append(row | {"status": status if what != "exact's largest" and status != "ok" else state})
     return rows
 
 
 def has_failed(row: Largest) -> bool:
     """Say whether a row is a failure: a search that only ran out of time has found something."""
-    return row.status != "ok" and not (row.status.startswith(NO_TIME) and row.batch)
+    return row.status not in ("ok", FULL) and not (row.status.startswith(NO_TIME) and row.batch)

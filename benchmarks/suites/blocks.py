@@ -49,7 +49,7 @@ def cases(device: str, *, tiny: bool) -> list[Case]:
     return [
         Case(
             "blocks", f"{name} {' x '.join(map(str, sizes))}" + f", dropout {dropout}" * (name == "roberta"), device,
-            dtype, sizes, check=sizes[0], rounds=1 if tiny else 5, tiny=tiny, dropout=dropout, draws=3 if tiny else 6,
+            dtype, sizes, rounds=1 if tiny else 5, tiny=tiny, dropout=dropout, draws=3 if tiny else 6,
             backend="torch" if device == "cpu" else "triton",
         )
         for name, sizes, dropout, dtype in runs

@@ -22,7 +22,7 @@ class Case:
     # what the suite needs: linear (N, I, O), kernels (N, D), operators those of the tensors, host (N, I, layers),
     # blocks (batch, length, layers)
     sizes: tuple[int, ...]
-    check: int = 0  # tokens (blocks: sequences) that the correctness gate looks at
+    check: int = 0  # tokens that the correctness gate looks at
     ratio: float = 0.1  # K/N, or for packed sketches bytes kept by bytes of the input
     rounds: int = 5  # times that every provider's turn comes
     tiny: bool = False  # whether the model is a toy, to try the command

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rmm_kernels_moved
@@ -96,6 +97,24 @@ def test_methods_that_keep_less_train_larger_batches(case: str) -> None:
         assert 0.8 * row["memory"] < row["peak"] <= row["memory"]
 
 
+def test_what_does_not_fit_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trial(text: str) -> Any:
+        def made(*arguments: object) -> None:
+            raise RuntimeError(text)
+
+        return made
+
+    case = "llama, 3.2 billion"
+    monkeypatch.setattr(largest, "Trial", trial("CUDA out of memory"))
+    (row,) = search_in(case, "default", "cuda", False, NEVER, None)
+    full = largest.Largest(case=case, provider="default", **row)
+    slow = largest.Largest(case=case, provider="default", status=f"{largest.NO_TIME}: at least 0, times 256 tokens")
+    assert (full.batch, largest.has_failed(full), largest.has_failed(slow)) == (0, False, True)
+    monkeypatch.setattr(largest, "Trial", trial("an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        search_in(case, "default", "cuda", False, NEVER, None)
+
+
 @pytest.mark.thorough
 def test_the_longest_sequence_and_published_settings() -> None:
     """Of one sequence, 256 tokens are a step; a published batch is measured and no other."""
@@ -112,6 +131,8 @@ def test_the_longest_sequence_and_published_settings() -> None:
     rows = {key: row for key, (row,) in found.items()}
     assert {(row["what"], row["status"]) for row in rows.values()} == {("published", "ok")}
     assert {row["batch"] for row in rows.values()} == {2, 4}
+    assert rows["", "torch checkpoint, loss in chunks"]["peak"] < rows["", "loss in chunks"]["peak"]
+    assert rows[", LoRA", "torch checkpoint"]["peak"] < rows[", LoRA", EXACT]["peak"]
     assert rows[", LoRA", "default"]["peak"] < 0.7 * min(rows[name, EXACT]["peak"] for name in (", LoRA", ", VeLoRA"))
 
 
