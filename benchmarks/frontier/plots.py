@@ -75,7 +75,7 @@ def plot_readme(epochs: Sequence[Epoch], costs: Sequence[Cost]) -> Any:
         colors = {"c": [100 * loss[0]], "cmap": "viridis_r", "vmin": 0, "vmax": _LOSSES}
         points = axis.scatter([100 * kept], [time], **look, **colors)
         if name:
-            at, weight = (6, 17 if method == "tenth" else 6), "bold" if how.group == "ours" else "normal"
+            at, weight = (10, -10) if method == "tenth" else (6, 6), "bold" if how.group == "ours" else "normal"
             axis.annotate(name, (100 * kept, time), at, textcoords="offset points", fontsize=9, fontweight=weight)
     axis.set(xlabel="activation memory relative to exact, %", ylabel="step time relative to exact", xlim=(0, 120))
     axis.set(yscale="log", ylim=(0.8, 2.7))
