@@ -377,9 +377,10 @@ def _attending(make, exact=(), bias=1e-3, **named):
     return Member("attention", make, saved, exact, frozen=True, near=near, bias=bias)
 
 
-def _convolution(axes, make, bits=3):
+def _convolution(axes, make, bits=3, more=0):
     exact, fields = ("x", "module.convolution.bias"), {} if bits == 3 else {"bits": bits}
-    return Member("convolution", lambda width: Images(width, make, axes), convolution_bytes(bits), exact, fields)
+    saved = lambda *sizes: convolution_bytes(bits)(*sizes) + more  # noqa: E731
+    return Member("convolution", lambda width: Images(width, make, axes), saved, exact, fields)
 
 
 AFTER = tuple(f"module.{name}" for name in ("down_proj.weight", "wo.weight", "w2.weight", "w2.bias"))  # the product
@@ -481,7 +482,7 @@ MEMBERS = {
         3, functools.partial(nn.Conv3d, kernel_size=3, padding=1, padding_mode="circular", bias=False), 4
     ),
     "convolution weight normed": _convolution(
-        1, lambda *sizes: parametrizations.weight_norm(nn.Conv1d(*sizes, kernel_size=3))
+        1, lambda *sizes: parametrizations.weight_norm(nn.Conv1d(*sizes, kernel_size=3)), more=4 * 6
     ),
     "convolution own code": _convolution(2, functools.partial(own.TurnedConvolution, kernel_size=3, padding=1)),
     "dropout own code": Member("dropout", lambda width: own.OwnDropout(), pointwise_bytes(1, False), ("x",)),

@@ -1,9 +1,9 @@
 """Everything that a CUDA machine must show, in one call of a few minutes.
 
-Needs torch, Triton and, for models, transformers, from the root of a checkout that is not
-installed. Every section runs in processes of its own, because an illegal access or a hang on a device ends all that
-shares the process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is
-left, those first that say most.
+Needs torch, Triton, for models transformers and for adapters PEFT, from the root of a checkout that is not installed.
+Every section runs in processes of its own, because an illegal access or a hang on a device ends all that shares the
+process: it then costs one section, whose rows so far are kept. Sections get their share of the time that is left, those
+first that say most.
 """
 
 from __future__ import annotations

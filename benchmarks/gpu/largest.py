@@ -247,8 +247,10 @@ class Largest(Origin):
 def run_largest(path: Path, device: str, *, tiny: bool, timeout: float, commit: str) -> list[Largest]:
     about: dict[str, Any] = origin(device, commit)
     rows, end = list[Largest](), time.monotonic() + timeout
-    known = {case: model for case, model in CASES.items() if model.make not in _ADAPTED or find_spec("peft")}
-    waiting = [(case, provider) for case, model in known.items() for provider in model.providers]
+    left_out = [case for case, model in CASES.items() if model.make in _ADAPTED and find_spec("peft") is None]
+    if left_out:
+        print(f"left out, for want of PEFT: {'; '.join(left_out)}", file=sys.stderr, flush=True)
+    waiting = [(case, name) for case, model in CASES.items() if case not in left_out for name in model.providers]
     exact: dict[str, int] = {}
     while waiting:
         case, provider = waiting[0]
