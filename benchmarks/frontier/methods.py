@@ -103,7 +103,6 @@ _PUBLISHED = {"operations": ("linear",), "mask_padding": False, "bits": None, "m
 _PUBLISHED |= {"exclude_modules": rf"(.*\.)?{HEAD}(\..*)?"}
 _WTA = {"kind": "wta", "norm_estimator": "sample_cache", "uniform_mix": 1e-6, **_PUBLISHED}
 _DEFAULT = {"bits": 3, "activation_bits": 4, "norm_bits": 3}  # as RMMConfig() has them
-_WIDE = {"ratio": 1.0, "bits": 8, "activation_bits": 8, "norm_bits": 4, "attention_bits": 8}
 
 
 # The default of some operations alone.
@@ -155,7 +154,6 @@ METHODS: dict[str, Method] = {
     "velora": _adapters(f"VeLoRA, rank {_RANK}", _lora, groups=64),
     "loract": _adapters("LoRAct, rank 1/8", _loract),
     "lora-tenth": _adapters("LoRA, and ours on it", lambda model, rank: _converted(_lora(model, rank=rank))),
-    "wide": Method("ours, wide", "ours", _converted, _WIDE),
     "tenth": Method("ours, default", "ours", _converted, _DEFAULT),
     **{
         name: Method(title, "ours", _converted, {**_DEFAULT, "operations": one}, is_tuned=False)

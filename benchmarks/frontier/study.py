@@ -74,7 +74,7 @@ def images(*, tiny: bool = False) -> Study:
     width, layers = (32, 2) if tiny else (128, 4)
     sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "image_size": 8, "patch_size": 2}
-    methods = ("exact", "dense-10", "few-bits", "gact", "wide", "careful", "tenth", "smallest")
+    methods = ("exact", "dense-10", "few-bits", "gact", "careful", "tenth", "smallest")
     return _digits("images", "ViT", sizes, methods, steps=12 if tiny else 1500, every=6 if tiny else 100)
 
 
@@ -82,7 +82,7 @@ def convolutions(*, tiny: bool = False) -> Study:
     """Train a network of convolutions, BatchNorm, ReLU and pooling, on digits of 32 × 32."""
     sizes: dict[str, Any] = {"embedding_size": 16 if tiny else 32, "hidden_sizes": [16, 16] if tiny else [32, 64]}
     sizes |= {"depths": [1, 1] if tiny else [2, 2], "layer_type": "basic"}
-    methods = ("exact", "wide", "careful", "tenth", "smallest")
+    methods = ("exact", "careful", "tenth", "smallest")
     how = {"steps": 12 if tiny else 200, "every": 6 if tiny else 20, "larger": 4}
     return _digits("convolutions", "ResNet", sizes, methods, **how)
 
@@ -144,7 +144,7 @@ def read_glosses(folder: Path, parts: Sequence[str] = _PARTS) -> list[str]:
 def language(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
     texts = read_glosses(Path(folder))
     count = int(_HELD_OUT * len(texts)) + 1
-    methods = ("exact", "dense-20", "dense-10", "wide", "careful", "tenth", "smallest")
+    methods = ("exact", "dense-20", "dense-10", "careful", "tenth", "smallest")
     return _glosses("language", texts[count:], texts[:count], methods, tiny=tiny)
 
 

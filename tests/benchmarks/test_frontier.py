@@ -112,9 +112,9 @@ def test_costs_go_on_where_they_stopped(
     run(places, tmp_path, *some)
     assert "2 methods timed" in capsys.readouterr().out
     # Another method at another commit: all rows are of that one, none is lost.
-    run(places, tmp_path, "--parts", "cost", "--methods", "exact", "wide", "--commit", "abd")
+    run(places, tmp_path, "--parts", "cost", "--methods", "exact", "careful", "--commit", "abd")
     rows = read_rows(path, Cost)
-    assert ({row.method for row in rows}, {row.commit for row in rows}) == ({"exact", "smallest", "wide"}, {"abd"})
+    assert ({row.method for row in rows}, {row.commit for row in rows}) == ({"exact", "smallest", "careful"}, {"abd"})
 
 
 def test_tasks_that_train_the_same_model_on_the_same_rows_have_one_set_of_costs() -> None:
