@@ -34,8 +34,8 @@ INTRODUCTION = """Demo: what does a model lose if it is trained in a tenth of it
      exact                saves everything: the baseline
      gaussian:0.1@linear  the published method: linear layers save dense random mixtures of their input's rows, a tenth
                           as many rows
-     countsketch          the default of rmm_linear.convert(model): linear layers save a tenth of the bytes, as more
-                          rows in fewer bits; activations, norms, attention and dropout save a few bits per element
+     countsketch          the default of rmm_linear.convert(model): linear layers save every row in 3 bits per element,
+                          activations, norms, attention and dropout a few bits, too
    Both leave padding out, which the published method does not.
 """
 _NOTES = """
