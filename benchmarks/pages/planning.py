@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, pairwise
+from types import MappingProxyType
 
 from benchmarks.library import CONVERT, SETTINGS, label_of, table
 from benchmarks.noise.shapes import Shape
@@ -145,7 +146,7 @@ def _plans(rows: Sequence[Fitted]) -> str:
 
     def rival(row: Fitted) -> str:
         mark = " †" * (within.get((row.model, row.rival)) != "yes")
-        return f"{_worded(row.rival)}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
+        return f"{_worded(row.rival, _MEASURED)}{mark}, {number(row.rival_time, '.3f')}" if row.rival else "none"
 
     def least(found: re.Match[str]) -> str:
         return f"cannot fit below {number(int(found[1]), ',.1f', 1e-6)} MB"
@@ -163,28 +164,28 @@ def _plans(rows: Sequence[Fitted]) -> str:
         "predicted time": of("predicted_time", ".3f"),
         "variance ratio": of("noise", ".2g"),
         "best single method": rival,
-        "plan": lambda row: _worded(row.plan) or re.sub(r".*the least is (\d+) bytes.*", least, row.status),
+        "plan": lambda row: _worded(row.plan, _MEASURED) or re.sub(r".*the least is (\d+) bytes.*", least, row.status),
     }
     return columns((row for row in rows if row.method == FIT), spec)
 
 
-def _worded(text: str) -> str:
+def _worded(text: str, measured: Mapping[str, str] = MappingProxyType({})) -> str:
     """Write settings as reports do: csv files have their keys."""
     for setting in SETTINGS:
         key = f"{CONVERT} {setting.name}"
         first, _, rest = label_of(key).partition(", ")
-        rest = _MEASURED.get(setting.name, rest)
+        rest = measured.get(setting.name, rest)
         text = text.replace(key, f"{first} ({rest})" if rest else first)
     return text
 
 
-_MEASURED = {"tenth": "10 %", "narrow": "5 %"}  # what the csv files were measured with; the settings have moved on
+_MEASURED = {"tenth": "10 %", "narrow": "5 %"}  # of fit-frontier.csv; the settings have moved on
 
 
 def _methods(rows: Sequence[Fitted]) -> str:
     spec: dict[str, Cell] = {
         "model": of("model"),
-        "method": lambda row: _worded(row.method),
+        "method": lambda row: _worded(row.method, _MEASURED),
         "measured, MB": megabytes("measured"),
         "time": of("time", ".3f"),
         "variance ratio": of("noise", ".2g"),
