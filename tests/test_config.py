@@ -311,6 +311,13 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch, step):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rmm.json"]
 
 
+def test_folders_are_made_and_a_folder_is_no_file(tmp_path):
+    FULL.save(tmp_path / "new" / "deep" / "rmm.json")
+    assert RMMConfig.load(tmp_path / "new" / "deep" / "rmm.json") == FULL
+    with pytest.raises(IsADirectoryError, match=r"got the folder .*new\. Add the file's name"):
+        FULL.save(tmp_path / "new")
+
+
 def test_a_saved_file_has_the_usual_permissions(tmp_path):
     (tmp_path / "usual").write_text("")
     FULL.save(tmp_path / "rmm.json")

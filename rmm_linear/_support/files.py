@@ -11,8 +11,14 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary file that replaces ``path`` at the end of the block, and is removed if the block raises."""
+    """Yield a temporary file that replaces ``path`` at the end of the block, and is removed if the block raises.
+
+    Folders that are not there are made.
+    """
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"The path must be that of a file, got the folder {path}. Add the file's name.")
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         temporary.unlink(missing_ok=True)  # a link that came with the folder would lead out of it

@@ -67,7 +67,7 @@ class AttentionMask:
         flat = mask.detach().reshape(-1)
         if isinstance(mask, FakeTensor):
             return cls(flat, mask.shape[0], None)
-        ranks = TokenMask.of(valid_tokens(flat))
+        ranks = TokenMask.of(valid_tokens(flat), mask.shape[1])
         return cls(flat, mask.shape[0], ranks, None if is_capturing(flat.device) else HostRead(ranks.count))
 
     @functools.cached_property

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTED = "checkpointed"
 MOST_WAITS = 64  # forward passes in a row
+_PART = 0.1  # of the converted modules, of which more would be a warning
 WAITING = (
     f"at the start of each of the last {MOST_WAITS} forward passes, others still had no backward pass, as in pipelines "
     "that never drain: what the first steps have shown (codes with too much noise, rows without gradients) "
@@ -78,7 +79,8 @@ class StepChecks:
             self._say("late", late_message(late))
         few = {self._names[index]: tokens for index, tokens in self._rows.items() if tokens is not None}
         if few and len(few) == len(self._rows):
-            self._say("few rows", few_rows_message(few, self._min_rows))
+            is_part = len(few) < _PART * len(self._names)  # as the head of a convolutional network
+            self._say("few rows", few_rows_message(few, self._min_rows), logging.INFO if is_part else logging.WARNING)
         self._rows.clear()
 
     def say_kept_anyway(self, found: Sequence[int], *, is_chosen: bool) -> None:
@@ -121,10 +123,10 @@ class StepChecks:
             self._say(CHECKPOINTED, checkpointed_message(names, self._names, model))
             self._checkpointed.clear()
 
-    def _say(self, key: str, message: str) -> None:
+    def _say(self, key: str, message: str, level: int = logging.WARNING) -> None:
         if key not in self.said:
             self.said.add(key)
-            logger.warning(message)
+            logger.log(level, message)
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -14,8 +14,9 @@ then use the seeds, masks and ids of their own forward pass (``recomputation.py`
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,11 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.call_inputs import (
     AttentionMask,
     CallInputs,
-    HostRead,
     TracedMasks,
     parameters,
     take_sample_index,
     takes_mask,
     valid_tokens,
-    waits,
 )
 from rmm_linear.context.code_noise import ROUNDS, CodeNoise
 from rmm_linear.context.directions import Directions
@@ -76,8 +75,7 @@ class ModelContext:
         self._pending, self.ranks = PendingForwards(), Ranks()
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
-        self._left_out: list[tuple[int, Tensor]] = []  # whether rows that were not saved had a gradient
-        self._left_out_reads: list[tuple[list[int], HostRead]] = []  # the same on its way to the host, with the layers
+        self._turn = 0  # the index of the module that looks at its padding
         self.seeded_alone: set[int] = set()  # layers whose last seed was drawn outside of a pass of the model
         self.regions: dict[Any, Any] = {}  # what is known of classes of modules whose attention is a region
 
@@ -206,30 +204,10 @@ class ModelContext:
         return found if isinstance(found, GradientRows) else None
 
     def note_left_out(self, index: int, had_gradient: Tensor) -> None:
-        """Check whether rows that were not saved had a gradient: on the CPU now, elsewhere after the next forward pass.
+        """Check whether rows that a module has shown in its first steps to have no gradient had one."""
+        self._pending.left_out.note(had_gradient, functools.partial(self._refuse_rows, self.names[index]))
 
-        Then the device has all of that pass to do, and is not kept waiting.
-        """
-        self._left_out.append((index, had_gradient))
-        if not waits(had_gradient.device):
-            self._read_left_out()
-            self._refuse_left_out()
-
-    def _read_left_out(self) -> None:
-        if not self._left_out or any(is_capturing(one.device) for _, one in self._left_out[:1]):
-            return
-        found, self._left_out = self._left_out, []
-        values = torch.stack([one.to(found[0][1].device, torch.int64) for _, one in found])
-        self._left_out_reads.append(([index for index, _ in found], HostRead(values)))
-
-    def _refuse_left_out(self) -> None:
-        if not self._left_out_reads or is_capturing(self._left_out_reads[0][1].device):
-            return
-        reads, self._left_out_reads = self._left_out_reads, []
-        found = [index for indices, read in reads for index, had in zip(indices, read.values, strict=True) if had]
-        if not found:
-            return
-        name = self.names[found[0]]
+    def _refuse_rows(self, name: str, _: int) -> NoReturn:
         for one in self.learned.values():
             if isinstance(one, GradientRows):
                 one.pattern = 0  # saves all rows from now on
@@ -274,9 +252,11 @@ class ModelContext:
         """Return what the node of a layer must hold for its recomputation; None outside of a forward pass."""
         return None if in_backward() else self._pending.current
 
-    def note_backward(self) -> None:
-        self._pending.find()
+    def note_backward(self) -> ForwardPass | None:
+        """Note that a backward pass has begun, and return its forward pass, if that is known."""
+        found = self._pending.find()
         self._pending.backward_seen = True
+        return found
 
     def _finish_survey(self, survey: Survey, output: Any) -> None:
         """Make the modules exact that free nothing, and say so."""
@@ -334,7 +314,7 @@ class ModelContext:
             self._running.survey = Survey(batch)
         self.sketch_cache.clear()
         self._row_masks = {}  # another thread may have the last one
-        self._read_left_out()
+        self._pending.left_out.read()
         if self.noise.is_unseen:
             self._pending.backward_seen = False
         unread = [one for one in self.learned.values() if one.unread]
@@ -354,7 +334,8 @@ class ModelContext:
             self.waits += 1
             if self.waits == MOST_WAITS:
                 self.checks.say_waiting()
-        self._pending.open(module, self.seeds)
+        self._turn = (self._turn + 1) % max(1, len(self.names))
+        self._pending.open(module, self.seeds, self._turn)
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
         """Return the parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""
@@ -386,7 +367,7 @@ class ModelContext:
             if self.seeds.step is not None and not running.recomputing:
                 draw_seed()
             if output is not None and not running.recomputing:
-                self._refuse_left_out()
+                self._pending.left_out.refuse()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of a running forward pass."""

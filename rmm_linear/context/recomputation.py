@@ -26,9 +26,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from rmm_linear.context.call_inputs import AttentionMask, CallInputs
+from rmm_linear.context.left_out import LeftOut
 from rmm_linear.context.ranks import Ranks
 from rmm_linear.context.surroundings import next_node, running_node
 from rmm_linear.context.survey import Survey
+from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, mix, peek_seed
 
 _MOST = 64  # forward passes that are remembered
@@ -80,11 +82,20 @@ class ForwardPass:
     end: int | None = None  # number of the first node after it, or None while the pass is running
     # By the layer's index: N, the mask, the ids and the sample indices of its calls
     calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
+    turn: int = -1  # the index of the module that looks for a gradient in its padding, as the first one does
+    is_padding_seen: bool = False  # whether the first one has
     backward_begun: bool = False  # whether its backward pass has begun
     is_dropped: bool = False  # whether calls with a mask were dropped, because its backward pass is over
 
-    def note_backward(self) -> None:
+    def note_backward(self, y: Tensor | None = None, mask: TokenMask | None = None) -> None:
+        """Note that the backward pass has begun; ``y`` is the gradient of a module's output, shape (N, O)."""
         self.backward_begun = self.pending.backward_seen = True
+        if y is not None and mask is not None and not self.is_padding_seen:
+            self.look_at_padding(y, mask, "a layer next to the loss")
+
+    def look_at_padding(self, y: Tensor, mask: TokenMask, name: str) -> None:
+        self.is_padding_seen = True
+        self.pending.left_out.note_padding(y, mask, name)
 
     def created(self, node: int) -> bool:
         return self.begin <= node and (self.end is None or node < self.end)
@@ -134,6 +145,7 @@ class PendingForwards:
 
     def __init__(self) -> None:
         self.backward_seen = False  # whether a backward pass has begun since this was set to False
+        self.left_out = LeftOut()
         # The nodes of the outputs, and those of the layers, hold the passes, so that masks are freed with the graph.
         self._known: deque[weakref.ref[ForwardPass]] = deque(maxlen=_MOST)
         self._held: deque[ForwardPass] = deque(maxlen=_MOST)  # of outputs in which no tensor was found
@@ -145,7 +157,7 @@ class PendingForwards:
         """Return the forward passes whose graphs are alive, the oldest first."""
         return [known for reference in self._known if (known := reference()) is not None]
 
-    def open(self, module: nn.Module, seeds: StepSeeds) -> None:
+    def open(self, module: nn.Module, seeds: StepSeeds, turn: int = -1) -> None:
         """Begin a forward pass, and drop the calls of those whose backward pass is over."""
         self._own.open = self._own.last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()
@@ -153,7 +165,7 @@ class PendingForwards:
             if known.backward_begun and known.calls:
                 known.is_dropped = any(mask is not None for calls in known.calls.values() for _, mask, _, _ in calls)
                 known.calls.clear()
-        self._own.open = ForwardPass(module, self, seeds, next_node())
+        self._own.open = ForwardPass(module, self, seeds, next_node(), turn=turn)
         self._known = deque(map(weakref.ref, [*self.passes(), self._own.open]), _MOST)
 
     def close(self, output: Any) -> None:

@@ -202,6 +202,7 @@ def _choose(
         packed=stand_ins,
         checkpointed=inside(blocks, [*linears, *packed]),
         unfused=why_unfused(model, packed, config),
+        is_eval=not model.training,
     )
     return dataclasses.replace(report, uncompressed=uncompressed(names, report)), linears, packed
 

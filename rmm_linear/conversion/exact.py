@@ -108,8 +108,11 @@ def revert(model: nn.Module) -> nn.Module:
         The same model, exact again.
 
     Raises:
+        TypeError: If ``model`` is not a module.
         ValueError: If the model has no converted module, no plan and no tiles.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model.")
     # A wrapper has the model inside. Tiles come before a plan, and go after it.
     handles = [(module, name) for name in ("rmm_applied", "rmm_tiled") for module in model.modules()]
     planned = [module for module, name in handles if name in vars(module)]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module, shape_of
 from rmm_linear._support.patterns import matches
+from rmm_linear._support.validation import did_you_mean
 from rmm_linear.activations.calls import calls_of
 from rmm_linear.activations.own_forward import runs_its_class
 from rmm_linear.config import RMMConfig
@@ -218,9 +219,12 @@ def nothing_matches(model: nn.Module, config: RMMConfig, skipped: dict[str, str]
         pattern = target if isinstance(target, str) else target[0]
         rule = "a regular expression for the whole name" if isinstance(target, str) else "names or dotted suffixes"
         shown = target if isinstance(target, str) else list(target)
+        meant = did_you_mean(target, ["all-linear"])
+        if isinstance(target, str) and any(matches([target], name) for name in skipped):
+            meant = f" Did you mean [{target!r}]?"
         return (
             f"target_modules must match a linear layer ({rule}), got {shown!r}, which matches none. "
-            f"The nearest layers are {nearest(pattern, list(skipped))}."
+            f"The nearest layers are {nearest(pattern, list(skipped))}.{meant}"
         )
     named: dict[str, list[str]] = {}
     for name, reason in skipped.items():

@@ -11,6 +11,7 @@ from torch import nn
 from rmm_linear._support.reports import Report
 from rmm_linear._support.tables import grouped, keyed, named_table, prefix_of, wrapped
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.directions import Directions
 from rmm_linear.context.first_steps import MOST_WAITS, WAITING, shown
 from rmm_linear.context.learned import GradientRows, ScoreSpread
 from rmm_linear.context.model_context import ModelContext
@@ -26,6 +27,7 @@ _CHECKPOINTED = (
     "checkpointing is on: {} modules are recomputed and stay exact, so they save nothing. Turn it off "
     '(gradient_checkpointing=False), or lower the peak inside of a recomputed block by checkpointed="packed"'
 )
+_EVAL = "the model is in eval mode: call model.train() before a training step (a Trainer does so itself)"
 _NOT_MEASURED = "To measure what the whole model saves, pass a batch: convert(model, example=batch)."
 
 
@@ -79,6 +81,7 @@ class ConversionReport(Report):
         skipped: Name to the reason, for every other linear-like layer and for modules of other operations that could
             not be converted.
         dry_run: Whether the model was left unchanged.
+        is_eval: Whether the model was in eval mode, in which no step can be trained after the conversion.
         packed: Name to module of the other operations, in the model's order.
         checkpointed: Names of those, of both kinds, that are inside of blocks that activation checkpointing recomputes,
             as far as the model says so.
@@ -95,6 +98,7 @@ class ConversionReport(Report):
     converted: dict[str, ConvertedLayer] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     dry_run: bool = False
+    is_eval: bool = False
     packed: dict[str, PackedEntry] = field(default_factory=dict)
     checkpointed: tuple[str, ...] = ()
     memory: Explanation | None = None
@@ -198,7 +202,7 @@ class ConversionReport(Report):
         Returns:
             A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
             memory, rows, directions, wide_attention, widened, kept_anyway, exact_calls, groups, estimator_bytes
-            and dry_run.
+            dry_run and is_eval.
         """
         converted = {
             name: {**vars(layer), "config": _sketch_fields(layer.config)} for name, layer in self.converted.items()
@@ -222,6 +226,7 @@ class ConversionReport(Report):
             "groups": [list(group) for group in self.groups],
             "estimator_bytes": self.estimator_bytes,
             "dry_run": self.dry_run,
+            "is_eval": self.is_eval,
         }
 
     def summary(self) -> str:
@@ -303,7 +308,8 @@ class ConversionReport(Report):
 
     def _head(self) -> str:
         unfused = [] if self.unfused is None else self.unfused.split("\n")
-        lines = [self.summary(), *(wrapped(f"hint: {hint}", 2) for hint in self.hints())]
+        hints = [*self.hints(), *([_EVAL] if self.is_eval else [])]
+        lines = [self.summary(), *(wrapped(f"hint: {hint}", 2) for hint in hints)]
         return "\n".join([*lines, *(wrapped(line, 2) for line in unfused)])
 
     def _memory(self, *, is_whole: bool) -> str:
@@ -396,7 +402,9 @@ def _amount(config: RMMConfig, between: str) -> str:
 def _saved(layer: ConvertedLayer) -> str:
     config = layer.config
     if config.memory is None and config.ratio is None:
-        return "its rows as they are" if config.bits is None else f"its rows, {config.width(1, 1)} bits"
+        has_none = config.directions and not Directions(config.directions).fits(layer.in_features)
+        few = ", too narrow for directions" if has_none else ""
+        return "its rows as they are" if config.bits is None else f"its rows, {config.width(1, 1)} bits{few}"
     block = "" if config.block is None else f", blocks of {config.block}"
     expected = "" if config.norm_estimator == NONE else f", by {config.norm_estimator}"
     return f"{config.kind}{expected}, {_amount(config, ' ')}, at least {config.min_rows} rows{block}"

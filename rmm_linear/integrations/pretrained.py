@@ -43,7 +43,7 @@ def save_conversion(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Args:
         model: A converted or fitted model; torch.compile, DataParallel or DistributedDataParallel may wrap it.
-        folder: An existing folder, usually that of ``model.save_pretrained``.
+        folder: A folder, usually that of ``model.save_pretrained``; it is made if it is not there.
 
     Raises:
         ValueError: If the model is neither converted nor has a plan, or parts of it were converted by themselves.

@@ -79,8 +79,9 @@ def turn_off_checkpointing(model: torch.nn.Module, args: Any) -> Uncheckpointed:
     off.attach()
     if off.is_attached and args.process_index == 0:
         # Printed, not logged, as by the Trainer's own callbacks.
+        whose = " (which TRL turns on by default)" if "trl" in sys.modules else ""
         text = (
-            "rmm_linear: activation checkpointing (which TRL turns on by default) is off in this training, as "
+            f"rmm_linear: activation checkpointing{whose} is off in this training, as "
             'compressed activations save the memory in its place. checkpointing="keep" leaves it on.'
         )
         print(wrapped(text, 2))

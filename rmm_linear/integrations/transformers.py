@@ -55,12 +55,18 @@ _ADVICE = (
     'Store more, as RMMConfig.preset("careful") does (an eighth of the default\'s), or leave linear layers exact: '
     f"RMMConfig(operations={[one for one in OPERATIONS if one != 'linear']})."
 )
+_EXACT = (
+    "rmm_linear: the linear layers of this model save their few rows as they are, so their variance ratio says nothing. "
+    "RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which takes a pass "
+    "over every example of a batch."
+)
 
 
 class RMMCallback(SketchStateCallback, ProbeCallback):
     """Logs the variance ratio of the sketches through the Trainer, and so to TensorBoard, W&B and others.
 
-    Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α. With
+    Every n steps: ``rmm/noise`` and ``rmm/alpha``, the medians over the layers of D²_sketch/D²_SGD and of α; no noise
+    where all of them save their rows as they are, as the head of a convolutional network. With
     ``whole_every``, the variance ratio of the whole gradient as ``rmm/noise_whole/OPERATION``; OPERATION is "all" or
     one of them. With ``per_layer``, ratio and α of each layer as ``rmm/noise/NAME`` and ``rmm/alpha/NAME``, and the
     ratio of each block as ``rmm/noise_whole/OPERATION/BLOCK``. Also ``rmm/kept_bytes``, the bytes that one forward pass
@@ -247,6 +253,9 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         if not rows:
             return
         medians = self.results.medians(state.global_step)
+        is_exact = all(row.rows >= row.tokens and row.sketch_variance == 0 for row in rows)
+        if is_exact:  # as in a ResNet, whose convolutions have all of the noise: 0 is no measure of the model
+            medians.pop("noise", None)
         logs, self._memory = {**medians, **self._memory}, {}
         for row in rows if self.per_layer else ():
             logs.update({f"noise/{row.module}": row.noise, f"alpha/{row.module}": row.alpha})
@@ -259,6 +268,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         with untraced(self.trainer):  # TRL's log hands on its metrics, and begins new ones
             self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
+        if state.global_step == self._asked and self._prints and is_exact:
+            print(wrapped(_EXACT, 2))
         if state.global_step == self._asked and self._prints and "noise" in medians:
             text = (
                 f"rmm_linear: variance ratio of linear layers, compression to minibatch: {medians['noise']:.2g} "
@@ -305,10 +316,11 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
             if self.report is None:
                 logger.warning(
                     "RMMCallback(convert=...) converts models that are not converted, and this one is: it stays as it "
-                    "is. Leave out convert, or do not call rmm_linear.convert before."
+                    "is, with the configuration that it has. Call rmm_linear.revert(model) for another one, or leave "
+                    "out convert."
                 )
             return
-        self.report = rmm_linear.convert(model, self.convert)
+        self.report = dataclasses.replace(rmm_linear.convert(model, self.convert), is_eval=False)
 
     def _explaining(self, model: torch.nn.Module, then: Callable[[], None]) -> Callable[..., Any]:
         """Print what the whole model saves on the batch of a step, and call a function after that."""

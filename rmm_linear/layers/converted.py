@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rmm_linear.config import RMMConfig
+from rmm_linear.config import RMMConfig, suggested
 from rmm_linear.context.learned import GradientRows, largest_of_rows
+from rmm_linear.context.left_out import PADDING, POOLED, gradient_in_padding, refuse_padding
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, infers_shapes, is_checkpointed
 from rmm_linear.context.survey import Exact
@@ -20,12 +21,6 @@ from rmm_linear.layers.function import SavingCall
 from rmm_linear.packing import WIDTHS
 from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
-
-_PADDING = (
-    "Padding must not reach the loss, but masked tokens of {} carry a gradient (the model pools over padding, or the "
-    "labels cover it). Leaving them out would bias the weight gradient. Convert with mask_padding=False, or mask the "
-    "padding in the loss."
-)
 
 _TRANSFORMS = (
     "Converted modules work with autograd's backward passes and with torch.compile, got a call by {}. "
@@ -59,6 +54,8 @@ class ConvertedModule(nn.Module):
         return {}
 
     def _set_up(self, config: RMMConfig | None, context: ModelContext | None = None, index: int = 0) -> None:
+        if config is not None and not isinstance(config, RMMConfig):
+            raise TypeError(f"config must be an RMMConfig or None, got {config!r}. Use {suggested(config)}.")
         self.rmm_config = config or RMMConfig()
         self.rmm_context = context
         self.rmm_index = index
@@ -116,7 +113,9 @@ class ConvertedModule(nn.Module):
         learned = None if context is None or mask is None else context.learned.get(own["rmm_index"])
         is_pattern = getattr(learned, "pattern", 0) and own["rmm_config"].mask_padding
         on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
-        return SavingCall(seed, mask, on_backward, False, forward_pass)
+        if mask is not None and not is_pattern and forward_pass is not None and forward_pass.turn == own["rmm_index"]:
+            on_backward = self._note_backward
+        return SavingCall(seed, mask, on_backward, False, forward_pass, is_pattern=bool(is_pattern))
 
     def _noise_of_codes(self) -> Callable[..., None] | None:
         """Return what a backward pass is to tell of its code's noise; None after the first steps."""
@@ -187,8 +186,7 @@ class ConvertedModule(nn.Module):
         if is_reverted(self):
             return
         context, index = self.rmm_context, self.rmm_index
-        if context is not None:
-            context.note_backward()
+        held = None if context is None else context.note_backward()
         if is_capturing(y.device):
             return
         rows = None if context is None or not self.rmm_config.mask_padding else context.rows_of(index)
@@ -200,22 +198,24 @@ class ConvertedModule(nn.Module):
         if rows is not None and shape is not None:
             with _disable_current_modes():  # what counts bytes or operators is to see those of training
                 rows.observe(y, shape, mask)
-        if mask is None or self.rmm_mask_checked:
+        if mask is None:
             return
-        padding = y[mask.order[mask.valid_count :]]
-        finite = padding.isfinite()
-        if bool((finite & (padding != 0)).any()):
-            name = self.rmm_context.names[self.rmm_index] if self.rmm_context is not None else "the layer"
-            raise RuntimeError(_PADDING.format(name))
-        # A step proves nothing if it overflows or has no gradient at all, as the first step of LoRA (B = 0) may.
-        self.rmm_mask_checked = bool(finite.all() & (y != 0).any())
+        name = "the layer" if context is None else context.names[index]
+        if not self.rmm_mask_checked:
+            if had := int(gradient_in_padding(y, mask)):
+                refuse_padding(name, had)
+            # A step proves nothing if it overflows or has no gradient at all, as the first step of LoRA (B = 0) may.
+            self.rmm_mask_checked = bool(y.isfinite().all() & (y != 0).any())
+        elif held is not None and (held.turn == index or not held.is_padding_seen):
+            held.look_at_padding(y, mask, name)
 
     def _check_traced_padding(self, y: Tensor, mask: TokenMask | None) -> None:
         """Check the same in compiled code."""
         if mask is not None and not self.rmm_mask_checked:
             padding = y[mask.order]
             is_padding = torch.arange(len(y), device=y.device).unsqueeze(1) >= mask.count
-            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), _PADDING.format("a layer"))  # pyright: ignore
+            message = PADDING.format("a layer", *POOLED)
+            torch._assert_async(~((padding != 0) & padding.isfinite() & is_padding).any(), message)  # pyright: ignore
 
 
 def is_reverted(module: nn.Module) -> bool:

@@ -118,6 +118,7 @@ class SavingCall:
     answers: dict[tuple[bool, bool], tuple[bool, int | None]] = field(default_factory=dict)
     # What the device says of this call's mask, for the backward pass to check; None if nothing was assumed
     hidden: HostRead | None = None
+    is_pattern: bool = False  # whether the mask leaves out more than padding
 
     @property
     def index(self) -> Tensor | None:
@@ -152,7 +153,7 @@ class SavingFunction(torch.autograd.Function):
         if call.on_backward is not None:
             call.on_backward(y, call.mask)
         elif call.forward_pass is not None:
-            call.forward_pass.note_backward()
+            call.forward_pass.note_backward(y, call.mask)
         return y
 
 

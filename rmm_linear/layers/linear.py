@@ -134,7 +134,7 @@ class SketchedLayer(ConvertedModule):
         if call is None or call.seed is None or plan.spec is None:
             return None
         if call.mask is not None:
-            plan = self._plan(shape, input.itemsize, weight, call.mask.valid_count, call.on_backward is not None)
+            plan = self._plan(shape, input.itemsize, weight, call.mask.valid_count, call.is_pattern)
         context, entry = own["rmm_context"], None
         if context is not None and context.sketch_cache.is_shared(own["rmm_index"]):
             entry = context.sketch_cache.entry(input, weight, (plan.key, call.mask, None), own["rmm_index"])
@@ -237,7 +237,8 @@ class SketchedLayer(ConvertedModule):
     ) -> None:
         if is_reverted(self):
             return
-        self._note_backward(y, mask, call.shape, is_pattern=is_pattern)
+        seen = mask if is_pattern or mask is None else call.mask  # whose length and count are known
+        self._note_backward(y, seen, call.shape, is_pattern=is_pattern)
         if self.rmm_estimator is not None:
             norms = row_norms(y.detach()).float()
             # A step that overflows has no usable norms. Adding zeros costs less than waiting for the device to test it.

@@ -16,12 +16,13 @@ class TokenMask:
 
     order: Tensor  # int64, shape (N,): indices of the valid rows in ascending order, then those of the others
     count: Tensor  # int64, shape (1,): n, the number of valid rows
+    length: int | None = None  # of a sequence, if all rows are those of sequences of one length
 
     @classmethod
-    def of(cls, mask: Tensor) -> TokenMask:
+    def of(cls, mask: Tensor, length: int | None = None) -> TokenMask:
         """Rank the rows of a mask, shape (N,), that is true or non-zero for tokens that reach the loss."""
         mask = mask.bool()
-        return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1))
+        return cls(torch.argsort(mask, descending=True, stable=True), mask.sum().view(1), length)
 
     @property
     def valid(self) -> Tensor:

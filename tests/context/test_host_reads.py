@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import rmm_linear
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations import attention_function
-from rmm_linear.context import model_context
+from rmm_linear.context import left_out
 from rmm_linear.context.call_inputs import AttentionMask, HostRead
-from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.left_out import LeftOut
 
 ROOT = Path(rmm_linear.__file__).parent
 # The C library takes numbers, and is on no device; kernels in the interpreter are NumPy's.
@@ -39,9 +39,9 @@ def reads(monkeypatch):
 
     for name in READS:
         monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    for module in (attention_function, model_context):
+    for module in (attention_function, left_out):
         monkeypatch.setattr(module, "waits", lambda device: True)
-    refuse = ModelContext._refuse_left_out
+    refuse = LeftOut.refuse
 
     def uncounted(self):
         """At its end a pass reads what was known as it began: the device has all of the pass to do, and is not idle."""
@@ -49,7 +49,7 @@ def reads(monkeypatch):
         refuse(self)
         del found[before:]
 
-    monkeypatch.setattr(ModelContext, "_refuse_left_out", uncounted)
+    monkeypatch.setattr(LeftOut, "refuse", uncounted)
     return found
 
 

@@ -9,7 +9,7 @@ from helpers import bytes_kept, tiny_model
 from torch import nn
 
 from rmm_linear import RMMConfig, convert
-from rmm_linear.context import model_context
+from rmm_linear.context import left_out
 from rmm_linear.context.learned import MOST_SPREAD, STEPS, GradientRows, ScoreSpread
 from rmm_linear.variance import gradient_noise
 
@@ -111,7 +111,7 @@ def test_a_gradient_in_rows_that_were_not_saved_is_an_error():
 
 def test_on_a_device_it_is_an_error_after_the_next_forward_pass(monkeypatch):
     """Which need not wait for it; and all is as after an error at once."""
-    monkeypatch.setattr(model_context, "waits", lambda device: True)
+    monkeypatch.setattr(left_out, "waits", lambda device: True)
     model, report = taught(first)
     model.read = all_rows
     run(model)

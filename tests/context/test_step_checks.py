@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import enable_checkpointing, tiny_model, token_ids
+from helpers import batch_of, enable_checkpointing, tiny_model, token_ids
 from torch import nn
 
 from rmm_linear import convert, revert
@@ -17,6 +17,14 @@ FEW, LATE = (
 
 def step(model, **inputs):
     model(**inputs).logits.sum().backward()
+
+
+def test_a_head_among_many_modules_that_sees_few_rows_is_no_warning(caplog):
+    model = tiny_model("resnet").train()
+    convert(model)
+    with caplog.at_level("INFO"):
+        step(model, **batch_of("resnet"))
+    assert {one.levelname for one in caplog.records if "at most min_rows=64 rows" in one.message} == {"INFO"}
 
 
 def test_layers_that_see_few_rows_say_so_once(caplog):

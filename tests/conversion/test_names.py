@@ -186,6 +186,8 @@ def test_every_linear_layer_of_the_architectures_is_in_the_report():
             r"got \['quary'\], which matches none. The nearest layers are (layer\.10?\.query, ){2}",
         ),
         ({"target_modules": "quer"}, ValueError, r"a regular expression for the whole name.*got 'quer'"),
+        ({"target_modules": "query"}, ValueError, r"Did you mean \['query'\]\?"),
+        ({"target_modules": "all_linear"}, ValueError, r"Did you mean 'all-linear'\?"),
         ({"exclude_modules": ".*"}, ValueError, "all 7 linear layers are skipped .*in exclude_modules"),
         (
             {"overrides": {"kuery": {"ratio": 0.5}}},

@@ -215,3 +215,17 @@ def test_what_stays_has_a_row_for_each_kind_and_its_bytes():
         assert rows[name] == f"stays: {kind}, {left[name]:,} bytes"
         assert (f" {shares[kind]:.0%} {kind}" in report.memory.line()) == (shares[kind] >= 0.02)
     assert sum(report.memory.kinds.values()) == report.memory.after - report.memory.stand_ins
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_model_in_eval_mode_is_named_as_no_step_can_be_trained(mode):
+    report = convert(tiny_model("roberta").train(mode), **SKETCH)
+    assert ("hint: the model is in eval mode: call model.train()" in str(report)) is not mode
+    assert report.to_dict()["is_eval"] is not mode
+
+
+def test_layers_too_narrow_for_directions_are_named():
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64), nn.Linear(64, 64))
+    whole = cells_of(convert(model, quality="careful").table())
+    few = "its rows, 4 bits, too narrow for directions"
+    assert [whole[name][2] for name in ("0", "2", "3")] == ["its rows, 4 bits"] * 2 + [few]

@@ -231,6 +231,17 @@ def test_the_noise_is_measured_once_and_said(tmp_path, capsys, caplog):
         assert said.count(advice) == sum(advice in one for one in caplog.messages) == int(warns)
 
 
+def test_no_noise_is_said_where_all_linear_layers_save_their_rows_as_they_are(tmp_path, capsys):
+    """As the head of a convolutional network: 0 would stand for what all others add."""
+    trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=3)
+    trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=10_000)))
+    trainer.train()
+    assert [set(entry) & {"rmm/noise", "rmm/alpha"} for entry in recorder.logs if "rmm/alpha" in entry] == [{"rmm/alpha"}]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "compression to minibatch" not in said
+    assert said.count("save their few rows as they are, so their variance ratio says nothing") == 1
+
+
 def test_a_model_that_trains_nothing_is_named(caplog):
     model = tiny_model("roberta").requires_grad_(False)
     convert(model)
