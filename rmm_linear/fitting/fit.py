@@ -85,7 +85,8 @@ def fit(
             "offload" and "tile" (slices of the sequence; chunks of the loss). Without "sketch" and "pack", gradients
             are exact.
         time: A bound for the time of a step, relative to the exact step; then memory is minimized.
-        objective: "time": least time, then least variance; or "noise": the other way round.
+        objective: "time": the least sum of a step's time and of the variance ratio, of which 0.1 counts as 10 % of the
+            exact step: so much larger is a batch that makes up for it. "noise": least variance, then least time.
         folder: Where offloaded blocks of a model on the CPU write files; without it they are not offloaded.
         host_memory: Limit of what waits on the host, or in files, and of what ``shards`` puts there: bytes, or a text
             such as "64GB". None is no limit for files and models on the meta device, else three quarters of this

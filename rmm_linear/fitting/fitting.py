@@ -38,7 +38,9 @@ _GUESSED = (
 )
 _NEARLY = 0.9  # of a sum that is solved, a step takes at least so much
 _SLOW = 0.01  # of a step: copies that add more are said to bind
-_LESSER = {"time": 1e-3, "noise": 1e-6}  # weight of the other objective, for plans that are alike in this one
+# Weight of the other objective. A batch that makes up for noise is larger by the variance ratio, and so is its time;
+# where noise is to be least, time decides between plans that are alike.
+_LESSER = {"time": 1.0, "noise": 1e-6}
 
 
 class Fitting:
@@ -96,7 +98,7 @@ class Fitting:
             self.candidates.notes.append(_GUESSED)
 
     def cost(self, option: Option) -> float:
-        """Return the sum that the solver minimizes: the objective, and a little of the other."""
+        """Return the sum that the solver minimizes: the objective, and the other by its weight."""
         seconds = option.seconds / self.candidates.seconds if self.candidates.seconds else 0.0
         greater, lesser = (seconds, option.noise) if self.objective == "time" else (option.noise, seconds)
         return greater + _LESSER[self.objective] * lesser
