@@ -56,9 +56,9 @@ _ADVICE = (
     f"RMMConfig(operations={[one for one in OPERATIONS if one != 'linear']})."
 )
 _EXACT = (
-    "rmm_linear: the linear layers of this model save their few rows as they are, so their variance ratio says nothing. "
-    "RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which takes a pass "
-    "over every example of a batch."
+    "rmm_linear: the linear layers of this model save their few rows as they are, so their variance ratio says "
+    "nothing. RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which takes "
+    "a pass over every example of a batch."
 )
 
 

@@ -236,7 +236,8 @@ def test_no_noise_is_said_where_all_linear_layers_save_their_rows_as_they_are(tm
     trainer, _, recorder = make_trainer(tmp_path, config=None, max_steps=3)
     trainer.add_callback(RMMCallback(convert=RMMConfig(min_rows=10_000)))
     trainer.train()
-    assert [set(entry) & {"rmm/noise", "rmm/alpha"} for entry in recorder.logs if "rmm/alpha" in entry] == [{"rmm/alpha"}]
+    (logged,) = [set(entry) for entry in recorder.logs if "rmm/alpha" in entry]
+    assert "rmm/noise" not in logged
     said = " ".join(capsys.readouterr().out.split())
     assert "compression to minibatch" not in said
     assert said.count("save their few rows as they are, so their variance ratio says nothing") == 1
