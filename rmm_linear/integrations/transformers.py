@@ -57,8 +57,8 @@ _ADVICE = (
 )
 _EXACT = (
     "rmm_linear: the linear layers of this model save their few rows as they are, so their variance ratio says "
-    "nothing. RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which takes "
-    "a pass over every example of a batch."
+    "nothing. RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which "
+    "takes a pass over every example of a batch."
 )
 
 
