@@ -16,7 +16,7 @@ from torch import nn
 from rmm_linear._support.validation import did_you_mean
 from rmm_linear.activations.own_forward import follow_class, without_tiles
 from rmm_linear.config import RMMConfig
-from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message
+from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message, shown
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
 from rmm_linear.conversion.exact import revert
@@ -191,6 +191,8 @@ def _choose(
             "until they are unfrozen. Convert a model that trains linear layers, as lora_A after get_peft_model.",
             len(converted),
         )
+    else:
+        _say_before_the_first_trained(model, [*linears, *packed])
     stand_ins = {
         name: PackedEntry(name, type(choice.module).__name__, choice.operation, choice.saved, config.for_module(name))
         for name, choice in packed.items()
@@ -205,6 +207,23 @@ def _choose(
         is_eval=not model.training,
     )
     return dataclasses.replace(report, uncompressed=uncompressed(names, report)), linears, packed
+
+
+def _say_before_the_first_trained(model: nn.Module, chosen: list[str]) -> None:
+    """Say that most modules save nothing where a head alone is trained: no gradient comes to what runs before it."""
+    first = next(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    owner, order = first.rpartition(".")[0], {name: place for place, (name, _) in enumerate(model.named_modules())}
+    before = [name for name in chosen if order.get(name, len(order)) < order[owner]]
+    # Prompts come after the model that they run before.
+    if 2 * len(before) > len(chosen) and not isinstance(model.get_submodule(owner), nn.Embedding):
+        logger.warning(
+            "The first parameter that is trained is %s. What runs before it saves nothing, converted or not: probably "
+            "%d of the %d modules to convert (%s).",
+            first,
+            len(before),
+            len(chosen),
+            shown(before),
+        )
 
 
 def _select(

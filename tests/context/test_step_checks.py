@@ -144,3 +144,28 @@ def test_a_model_without_other_trained_layers_is_no_case_of_it(caplog):
     model(torch.randn(16, 8)).sum().backward()
     assert not caplog.messages
     revert(model)
+
+
+class Prompted(nn.Module):
+    """A frozen model and what it is prompted with, as PEFT puts them together."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.prompt = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Embedding(4, 8)
+
+
+def test_prompts_are_no_head(caplog):
+    model = Prompted()
+    model.base.requires_grad_(False)
+    convert(model)
+    assert not any("saves nothing" in one for one in caplog.messages)
+
+
+@pytest.mark.parametrize("trained", ["classifier", "embedder", "all"])
+def test_a_frozen_backbone_saves_nothing_and_is_named(trained, caplog):
+    model = tiny_model("resnet").train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in (*name.split("."), "all"))
+    convert(model)
+    said = [one for one in caplog.messages if "What runs before it saves nothing, converted or not" in one]
+    assert len(said) == (trained == "classifier")
