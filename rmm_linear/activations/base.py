@@ -53,6 +53,7 @@ class PackedModule(ConvertedModule):
         mask, is_pattern = context.mask_of(index, shape, device, self.rmm_config.mask_padding)
         mask = None if is_capturing(device) else mask  # its length cannot be read while a graph is captured
         seed = context.layer_seed(index) if seeded else None
-        on_backward = functools.partial(self._note_backward, shape=shape, is_pattern=is_pattern)
+        held = context.current_pass
+        on_backward = functools.partial(self._note_backward, shape=shape, is_pattern=is_pattern, held=held)
         noise = self._noise_of_codes()
-        return SavingCall(seed, mask, on_backward, forward_pass=context.current_pass, noise=noise)
+        return SavingCall(seed, mask, on_backward, forward_pass=held, noise=noise, is_pattern=is_pattern)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from typing import Any, NoReturn
 
 import torch
@@ -75,7 +76,7 @@ class ModelContext:
         self._pending, self.ranks = PendingForwards(), Ranks()
         self.seeds = self._last_seeds = StepSeeds()
         self._row_masks: dict[tuple[Any, ...], TokenMask | None] = {}  # of this forward pass
-        self._turn = 0  # the index of the module that looks at its padding
+        self._turns = random.Random(0)  # of the modules that look at their padding
         self.seeded_alone: set[int] = set()  # layers whose last seed was drawn outside of a pass of the model
         self.regions: dict[Any, Any] = {}  # what is known of classes of modules whose attention is a region
 
@@ -103,6 +104,7 @@ class ModelContext:
             handle.remove()
         self._handles.clear()
         self.sketch_cache.clear()
+        self._pending.left_out.end()
 
     def release(self) -> None:
         """Note that one layer was reverted; after the last one, remove the hooks from the model."""
@@ -334,8 +336,8 @@ class ModelContext:
             self.waits += 1
             if self.waits == MOST_WAITS:
                 self.checks.say_waiting()
-        self._turn = (self._turn + 1) % max(1, len(self.names))
-        self._pending.open(module, self.seeds, self._turn)
+        turn = None if self._pending.left_out.is_suspected else self._turns.randrange(max(1, len(self.names)))
+        self._pending.open(module, self.seeds, turn)
 
     def _signature(self, module: nn.Module) -> tuple[str, ...]:
         """Return the parameters of the module's forward, as read by :meth:`attach`; compilers can trace this."""

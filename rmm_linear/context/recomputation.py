@@ -82,20 +82,27 @@ class ForwardPass:
     end: int | None = None  # number of the first node after it, or None while the pass is running
     # By the layer's index: N, the mask, the ids and the sample indices of its calls
     calls: dict[int, set[tuple[int, AttentionMask | None, Tensor | None, Tensor | None]]] = field(default_factory=dict)
-    turn: int = -1  # the index of the module that looks for a gradient in its padding, as the first one does
-    is_padding_seen: bool = False  # whether the first one has
+    # The index of a module that looks for a gradient in its padding, as the first to run backward does; None: all look
+    turn: int | None = -1
+    seen: int = -1  # the backward pass in which the first one has
     backward_begun: bool = False  # whether its backward pass has begun
     is_dropped: bool = False  # whether calls with a mask were dropped, because its backward pass is over
 
     def note_backward(self, y: Tensor | None = None, mask: TokenMask | None = None) -> None:
         """Note that the backward pass has begun; ``y`` is the gradient of a module's output, shape (N, O)."""
         self.backward_begun = self.pending.backward_seen = True
-        if y is not None and mask is not None and not self.is_padding_seen:
-            self.look_at_padding(y, mask, "a layer next to the loss")
+        if y is not None and mask is not None and self.seen != torch._C._current_graph_task_id():
+            self.look_at_padding(y, mask, "a layer next to the loss", -2)
 
-    def look_at_padding(self, y: Tensor, mask: TokenMask, name: str) -> None:
-        self.is_padding_seen = True
-        self.pending.left_out.note_padding(y, mask, name)
+    def is_in_turn(self, index: int) -> bool:
+        return self.turn is None or self.turn == index
+
+    def look_at_padding(self, y: Tensor, mask: TokenMask, name: str, index: int) -> None:
+        """Look at the gradient of a module's output, if it is the first one or its turn."""
+        task = torch._C._current_graph_task_id()
+        is_first, self.seen = self.seen != task, task
+        if is_first or self.is_in_turn(index):
+            self.pending.left_out.note_padding(y, mask, name, is_first=is_first)
 
     def created(self, node: int) -> bool:
         return self.begin <= node and (self.end is None or node < self.end)
@@ -157,7 +164,7 @@ class PendingForwards:
         """Return the forward passes whose graphs are alive, the oldest first."""
         return [known for reference in self._known if (known := reference()) is not None]
 
-    def open(self, module: nn.Module, seeds: StepSeeds, turn: int = -1) -> None:
+    def open(self, module: nn.Module, seeds: StepSeeds, turn: int | None = -1) -> None:
         """Begin a forward pass, and drop the calls of those whose backward pass is over."""
         self._own.open = self._own.last = None  # an interrupted pass, and one that nothing holds
         self._tasks.clear()

@@ -201,7 +201,7 @@ class ConversionReport(Report):
 
         Returns:
             A dictionary with the keys config, converted, packed, skipped, checkpointed, unfused, uncompressed,
-            memory, rows, directions, wide_attention, widened, kept_anyway, exact_calls, groups, estimator_bytes
+            memory, rows, directions, wide_attention, widened, kept_anyway, exact_calls, groups, estimator_bytes,
             dry_run and is_eval.
         """
         converted = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,7 @@ _SLOW = 0.01  # of a step: copies that add more are said to bind
 # Weight of the other objective. A batch that makes up for noise is larger by the variance ratio, and so is its time;
 # where noise is to be least, time decides between plans that are alike.
 _LESSER = {"time": 1.0, "noise": 1e-6}
+_TIE = 1e-3  # of noise, for plans that take the same time
 
 
 class Fitting:
@@ -97,11 +99,12 @@ class Fitting:
         if isinstance(example, LossOfBatch) and example.guesses:
             self.candidates.notes.append(_GUESSED)
 
-    def cost(self, option: Option) -> float:
+    def cost(self, option: Option, weight: float | None = None) -> float:
         """Return the sum that the solver minimizes: the objective, and the other by its weight."""
+        weight = _LESSER[self.objective] if weight is None else weight
         seconds = option.seconds / self.candidates.seconds if self.candidates.seconds else 0.0
         greater, lesser = (seconds, option.noise) if self.objective == "time" else (option.noise, seconds)
-        return greater + _LESSER[self.objective] * lesser
+        return greater + weight * lesser
 
     def add_options(self, max_noise: float, sampled: Any = None) -> None:
         """Measure the options that are allowed; noise is that of a batch, or of the example."""
@@ -216,9 +219,12 @@ class Fitting:
                 low = middle + 1
         if found is None:
             raise BudgetError(f"time={time:g} cannot be met by any plan. Use a larger bound, or leave time out.")
-        quieter = choose(options, peak_of(options, found), self.cost, solver="rounded", host=host)
-        if quieter is not None and _seconds(options, quieter) <= limit:
-            found = quieter
+        for weight in (_LESSER["time"], _TIE):
+            cost = functools.partial(self.cost, weight=weight)
+            quieter = choose(options, peak_of(options, found), cost, solver="rounded", host=host)
+            if quieter is not None and _seconds(options, quieter) <= limit:
+                found = quieter
+                break
         plan = self.proposals.judge(found)
         report = self._checked(plan) if self.is_within(self.before + plan.predicted) else None
         if report is None:

@@ -38,7 +38,7 @@ from rmm_linear.planning.tiles.find import find_tiles
 from rmm_linear.planning.tiles.slices import GRANULE
 from rmm_linear.planning.tiles.tile import ROWS, ROWS_OF_ACCELERATORS
 
-_NOMINAL = 1e-3  # of the noise of settings, by their order, where it is not known
+_NOMINAL = 1e-6  # of the noise of settings, by their order, where it is not known: it decides between equals
 ALLOW = (KEEP, SKETCH, PACK, RECOMPUTE, OFFLOAD, TILE)
 _FEW_ROUNDS = (1, 0)  # of compositions, which are many, and wanted where no option of one word fits
 _LONG = 0.2  # of a block's operations: attention of long sequences

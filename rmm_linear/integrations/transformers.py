@@ -56,9 +56,9 @@ _ADVICE = (
     f"RMMConfig(operations={[one for one in OPERATIONS if one != 'linear']})."
 )
 _EXACT = (
-    "rmm_linear: the linear layers of this model save their few rows as they are, so their variance ratio says "
-    "nothing. RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which "
-    "takes a pass over every example of a batch."
+    "rmm_linear: the linear layers of this model save their rows as they are, so their variance ratio says nothing. "
+    "RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which takes a pass "
+    "over every example of a batch."
 )
 
 
@@ -268,7 +268,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         with untraced(self.trainer):  # TRL's log hands on its metrics, and begins new ones
             self.trainer.log({_PREFIX + name: value for name, value in logs.items()})
         control.should_log = should_log  # trainer.log clears it, and the Trainer's own log entry would be skipped
-        if state.global_step == self._asked and self._prints and is_exact:
+        if state.global_step == self._asked and self._prints and is_exact and self.whole_every is None:
             print(wrapped(_EXACT, 2))
         if state.global_step == self._asked and self._prints and "noise" in medians:
             text = (

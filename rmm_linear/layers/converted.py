@@ -15,6 +15,7 @@ from rmm_linear.config import RMMConfig, suggested
 from rmm_linear.context.learned import GradientRows, largest_of_rows
 from rmm_linear.context.left_out import PADDING, POOLED, gradient_in_padding, refuse_padding
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.context.surroundings import in_backward, infers_shapes, is_checkpointed
 from rmm_linear.context.survey import Exact
 from rmm_linear.layers.function import SavingCall
@@ -113,8 +114,9 @@ class ConvertedModule(nn.Module):
         learned = None if context is None or mask is None else context.learned.get(own["rmm_index"])
         is_pattern = getattr(learned, "pattern", 0) and own["rmm_config"].mask_padding
         on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
-        if mask is not None and not is_pattern and forward_pass is not None and forward_pass.turn == own["rmm_index"]:
-            on_backward = self._note_backward
+        is_masked = mask is not None and not is_pattern and forward_pass is not None
+        if is_masked and forward_pass.is_in_turn(own["rmm_index"]):
+            on_backward = functools.partial(self._note_backward, held=forward_pass)
         return SavingCall(seed, mask, on_backward, False, forward_pass, is_pattern=bool(is_pattern))
 
     def _noise_of_codes(self) -> Callable[..., None] | None:
@@ -180,13 +182,20 @@ class ConvertedModule(nn.Module):
         return True
 
     def _note_backward(
-        self, y: Tensor, mask: TokenMask | None, shape: tuple[int, ...] | None = None, *, is_pattern: bool = False
+        self,
+        y: Tensor,
+        mask: TokenMask | None,
+        shape: tuple[int, ...] | None = None,
+        *,
+        is_pattern: bool = False,
+        held: ForwardPass | None = None,
     ) -> None:
         """Check what a backward pass shows: ``y`` is the gradient of the output, shape (N, O), and learn from it."""
         if is_reverted(self):
             return
         context, index = self.rmm_context, self.rmm_index
-        held = None if context is None else context.note_backward()
+        if context is not None:
+            held = context.note_backward() or held
         if is_capturing(y.device):
             return
         rows = None if context is None or not self.rmm_config.mask_padding else context.rows_of(index)
@@ -206,8 +215,8 @@ class ConvertedModule(nn.Module):
                 refuse_padding(name, had)
             # A step proves nothing if it overflows or has no gradient at all, as the first step of LoRA (B = 0) may.
             self.rmm_mask_checked = bool(y.isfinite().all() & (y != 0).any())
-        elif held is not None and (held.turn == index or not held.is_padding_seen):
-            held.look_at_padding(y, mask, name)
+        elif held is not None:
+            held.look_at_padding(y, mask, name, index)
 
     def _check_traced_padding(self, y: Tensor, mask: TokenMask | None) -> None:
         """Check the same in compiled code."""

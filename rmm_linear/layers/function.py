@@ -118,7 +118,7 @@ class SavingCall:
     answers: dict[tuple[bool, bool], tuple[bool, int | None]] = field(default_factory=dict)
     # What the device says of this call's mask, for the backward pass to check; None if nothing was assumed
     hidden: HostRead | None = None
-    is_pattern: bool = False  # whether the mask leaves out more than padding
+    is_pattern: bool = False  # whether the mask leaves out more than padding, see context.learned
 
     @property
     def index(self) -> Tensor | None:
@@ -172,11 +172,12 @@ class SketchedLinearFunction(SavingFunction):
         on_backward: Callable[[Tensor, TokenMask | None], None] | None,
         noise: Callable[[Tensor, Tensor], None] | None,
         is_traced: bool,
+        valid: int | None,
         *saved: Tensor | None,
     ) -> Tensor:
         """Apply the layer exactly."""
         # The seed and the mask are saved tensors: on ctx, a recomputation could not replace them.
-        ctx.spec, ctx.on_backward, ctx.noise, ctx.is_traced = spec, on_backward, noise, is_traced
+        ctx.spec, ctx.on_backward, ctx.noise, ctx.is_traced, ctx.valid = spec, on_backward, noise, is_traced, valid
         output = _apply(ctx, input, weight, bias, x, dtype)
         ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
         return output
@@ -200,6 +201,8 @@ def square_of(gradient: Tensor) -> Tensor:
 
 def _weight_gradient(ctx: Any, y: Tensor, order: Tensor | None, count: Tensor | None, saved: list[Tensor]) -> Tensor:
     mask = None if order is None or count is None else TokenMask(order, count)
+    if mask is not None and ctx.valid is not None:
+        mask.know_count(ctx.valid)
     if ctx.on_backward is not None:
         ctx.on_backward(y, mask)
     if ctx.is_traced:
@@ -430,8 +433,9 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     saved = _saved(input, weight, x, call)
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
     is_traced = call.seed is None
+    valid = None if is_traced or call.mask is None else vars(call.mask).get("valid_count")  # what the host has read
     return SketchedLinearFunction.run(
-        input, weight, bias, x, call.dtype, call.spec, call.on_backward, call.noise, is_traced, *ranks, *saved
+        input, weight, bias, x, call.dtype, call.spec, call.on_backward, call.noise, is_traced, valid, *ranks, *saved
     )
 
 

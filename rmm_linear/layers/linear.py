@@ -15,6 +15,7 @@ from rmm_linear._support.layouts import is_dense
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.model_context import ModelContext
+from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.context.sketch_cache import CacheEntry
 from rmm_linear.context.surroundings import is_unwatched
 from rmm_linear.layers.converted import ConvertedModule, is_reverted
@@ -206,7 +207,7 @@ class SketchedLayer(ConvertedModule):
         # Set without an estimator too: layers that share the sketch may have one.
         expected = functools.partial(self._expected, call) if spec.samples_rows(call.tokens) else None
         held = None if context is None else context.current_pass  # by the node, for a recomputation
-        on_backward = functools.partial(self._on_backward, call, held=held, is_pattern=is_pattern)
+        on_backward = functools.partial(self._on_backward, call, mask, held=held, is_pattern=is_pattern)
         if context is None:
             return LinearCall(spec, draw_seed(), dtype, mask, expected=expected, on_backward=on_backward)
         cache = context.sketch_cache if context.is_open() else None  # outside of a forward pass, nothing clears it
@@ -233,12 +234,19 @@ class SketchedLayer(ConvertedModule):
         return None if self.rmm_estimator is None else self.rmm_estimator.predict(call)
 
     def _on_backward(
-        self, call: LayerCall, y: Tensor, mask: TokenMask | None, held: object = None, *, is_pattern: bool = False
+        self,
+        call: LayerCall,
+        known: TokenMask | None,
+        y: Tensor,
+        mask: TokenMask | None,
+        *,
+        held: ForwardPass | None,
+        is_pattern: bool,
     ) -> None:
+        """Check what a backward pass shows; ``known`` is the mask of this call, whose count the host knows."""
         if is_reverted(self):
             return
-        seen = mask if is_pattern or mask is None else call.mask  # whose length and count are known
-        self._note_backward(y, seen, call.shape, is_pattern=is_pattern)
+        self._note_backward(y, None if mask is None else known, call.shape, is_pattern=is_pattern, held=held)
         if self.rmm_estimator is not None:
             norms = row_norms(y.detach()).float()
             # A step that overflows has no usable norms. Adding zeros costs less than waiting for the device to test it.

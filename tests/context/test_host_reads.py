@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import rmm_linear
 from rmm_linear import RMMConfig, convert
 from rmm_linear.activations import attention_function
+from rmm_linear.config import OPERATIONS
 from rmm_linear.context import left_out
 from rmm_linear.context.call_inputs import AttentionMask, HostRead
 from rmm_linear.context.left_out import LeftOut
@@ -71,6 +72,20 @@ def test_a_forward_pass_reads_at_most_once_from_the_second_step_on(architecture,
             reads
         )  # rows of all modules that have seen three, and noise
         (output.loss if architecture == "t5" else output.logits[:, :5].square().mean()).backward()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("quality", ["default", "careful"])
+def test_a_backward_pass_reads_nothing_after_the_first_steps(quality, autocast, reads):
+    """Not even of padding, at which some layers look in every step. Attention in slices does, which is for CPUs."""
+    model = tiny_model("roberta", width=256)
+    convert(model, quality=quality, min_rows=8, operations=[one for one in OPERATIONS if one != "attention"])
+    for step in range(8):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(**batch_of("roberta")).logits.square().mean()
+        reads.clear()
+        loss.backward()
+        assert step < 4 or not {*reads}, sorted({*reads})
 
 
 def test_a_mask_that_hides_nothing_is_dropped():

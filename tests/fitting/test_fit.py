@@ -13,7 +13,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 import rmm_linear
 from rmm_linear import fit
-from rmm_linear.fitting.noise import measure_noise
+from rmm_linear.fitting.noise import BlockNoise, Noise, measure_noise
 from rmm_linear.fitting.settings import SETTINGS, Conversions, converting
 from rmm_linear.fitting.times import Times
 from rmm_linear.memory import peak
@@ -170,6 +170,20 @@ def test_a_bound_on_time_gives_the_least_memory_in_it():
     assert wide.peak < tight.peak <= tight.exact_peak
     with pytest.raises(ValueError, match=r"memory=.* cannot be met in time=1:"):
         fit(model, example, memory=0.5, time=1.0, allow=("keep", "recompute"))
+
+
+@pytest.mark.parametrize(("noise", "choice"), [(0.01, "convert"), (0.3, "recompute")])
+@pytest.mark.usefixtures("known_times")
+def test_noise_counts_as_the_time_of_a_batch_that_makes_up_for_it(noise, choice, monkeypatch):
+    """A conversion takes 0.43 of a block's time less than recomputation, a seventh of the step's."""
+
+    def measured(model, example, blocks, plans):
+        found = {block.name: BlockNoise(0.0, noise) for block in blocks}
+        return Noise({setting: found for setting in plans})
+
+    monkeypatch.setattr("rmm_linear.fitting.options.measure_noise", measured)
+    report = fit(stack(3).train(), rows(), memory=0.75, allow=("keep", "sketch", "pack", "recompute"))
+    assert {block.choice for block in report.plan.blocks} - {"keep"} == {choice}
 
 
 @pytest.mark.usefixtures("known_times")

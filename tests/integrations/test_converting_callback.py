@@ -240,7 +240,7 @@ def test_no_noise_is_said_where_all_linear_layers_save_their_rows_as_they_are(tm
     assert "rmm/noise" not in logged
     said = " ".join(capsys.readouterr().out.split())
     assert "compression to minibatch" not in said
-    assert said.count("save their few rows as they are, so their variance ratio says nothing") == 1
+    assert said.count("save their rows as they are, so their variance ratio says nothing") == 1
 
 
 def test_a_model_that_trains_nothing_is_named(caplog):
