@@ -114,8 +114,8 @@ class ConvertedModule(nn.Module):
         learned = None if context is None or mask is None else context.learned.get(own["rmm_index"])
         is_pattern = getattr(learned, "pattern", 0) and own["rmm_config"].mask_padding
         on_backward = functools.partial(self._note_backward, is_pattern=True) if is_pattern else None
-        is_masked = mask is not None and not is_pattern and forward_pass is not None
-        if is_masked and forward_pass.is_in_turn(own["rmm_index"]):
+        is_masked = mask is not None and not is_pattern
+        if is_masked and forward_pass is not None and forward_pass.is_in_turn(own["rmm_index"]):
             on_backward = functools.partial(self._note_backward, held=forward_pass)
         return SavingCall(seed, mask, on_backward, False, forward_pass, is_pattern=bool(is_pattern))
 
