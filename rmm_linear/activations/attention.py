@@ -161,9 +161,9 @@ class AttendingModule(PackedModule):
             return
         if spread.is_large:
             attention.bits = (_WIDE, _WIDE, self.rmm_config.attention_bits)
-        elif not spread.is_observing or torch.compiler.is_compiling():
             return
-        elif not in_backward() and not is_capturing(query.device) and not isinstance(query, FakeTensor):
+        is_hidden = torch.compiler.is_compiling() or in_backward() or isinstance(query, FakeTensor)
+        if not is_hidden and not is_capturing(query.device) and spread.is_due():
             with torch.no_grad(), _disable_current_modes(), autocast_off(query.device.type):
                 spread.observe(query.detach(), key.detach(), attention.scale)
 

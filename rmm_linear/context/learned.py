@@ -8,7 +8,8 @@ which all rows are saved.
 
 Queries and keys pass through softmax, and the bias of codes of 4 bits grows with the size of the scores: bias² is 0.07
 of the variance for scores with a standard deviation of 4, and more than the variance at 12. A module of which a head
-has more than 4 in three forward passes takes 8 bits for queries and keys.
+has more than 4 takes 8 bits for queries and keys from then on. In a model that is trained from scratch, all scores are
+alike in the first passes, so every 64th pass is looked at, too.
 
 The host reads what was observed between steps, so that all passes of a step save alike.
 """
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from rmm_linear.sketches import TokenMask
 
 STEPS = 3
+_AGAIN = 64  # passes after which scores are looked at again
 MOST_SPREAD = 4.0
 _MASKED = -1e4
 MOST_ERROR = 0.135  # of a score, by codes of 4 bits: bias² is then 0.001 to 0.01 of the variance
@@ -58,7 +60,7 @@ class Learned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was read, as plain JSON types."""
-        return {name: value for name, value in vars(self).items() if name != "unread"}
+        return {name: value for name, value in vars(self).items() if name not in ("unread", "calls", "is_watching")}
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Restore :meth:`to_dict`'s result."""
@@ -132,6 +134,17 @@ class ScoreSpread(Learned):
     """
 
     largest: float = 0.0
+    calls: int = field(default=0, compare=False)  # forward passes that could be looked at
+    is_watching: bool = field(default=True, compare=False)  # whether passes after the first ones are looked at
+
+    def settled(self) -> ScoreSpread:
+        """Return a copy that learns nothing more."""
+        return replace(self, steps=STEPS, unread=[], is_watching=False)
+
+    def is_due(self) -> bool:
+        """Count a forward pass, and say whether its scores are to be looked at."""
+        self.calls += 1
+        return self.is_observing or (self.is_watching and self.calls % _AGAIN == 0)
 
     @property
     def is_large(self) -> bool:
@@ -149,8 +162,6 @@ class ScoreSpread(Learned):
         Over all queries and keys of a sequence, the mean of the squared score of a key less the mean of all keys is
         Σ (E[q qᵀ] ∘ Cov[k]): no score is made.
         """
-        if not self.is_observing:
-            return
         key = key - key.mean(2, keepdim=True)
         of_keys, of_queries = (one.float().transpose(-1, -2) @ one.float() / one.shape[2] for one in (key, query))
         squares = (of_queries * of_keys.repeat_interleave(query.shape[1] // key.shape[1], 1)).sum((-1, -2))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rmm_linear.config import RMMConfig
+from rmm_linear.context.learned import ScoreSpread
 from rmm_linear.conversion.convert import convert
 from rmm_linear.conversion.exact import revert
 from rmm_linear.conversion.report import ConversionReport
@@ -28,6 +29,10 @@ class Conversion:
 
     def attach(self) -> None:
         self.report = convert(self.model, self.config)
+        context = self.report.context
+        for one in () if context is None else context.learned.values():
+            if isinstance(one, ScoreSpread):
+                one.is_watching = False  # wider codes later would exceed the budget
 
     def detach(self) -> None:
         revert(self.model)

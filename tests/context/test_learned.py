@@ -8,9 +8,10 @@ import torch
 from helpers import bytes_kept, tiny_model
 from torch import nn
 
-from rmm_linear import RMMConfig, convert
+from rmm_linear import RMMConfig, convert, revert
 from rmm_linear.context import left_out
 from rmm_linear.context.learned import MOST_SPREAD, STEPS, GradientRows, ScoreSpread
+from rmm_linear.fitting.executor import Conversion
 from rmm_linear.variance import gradient_noise
 
 
@@ -220,6 +221,28 @@ def test_attention_whose_scores_spread_far_takes_wide_queries_and_keys():
     assert model.get_submodule(name) is wide is not narrow
     assert report.wide_attention[name] > MOST_SPREAD
     assert "8 for queries and keys" in str(report)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_scores_that_spread_later_are_seen_but_in_a_plan_whose_budget_they_would_exceed(is_planned):
+    model = tiny_model("roberta", dropout=0.0)
+    wide = model.roberta.encoder.layer[0].attention.self
+    batch = {"input_ids": torch.randint(5, 50, (8, 20)), "labels": torch.zeros(8, dtype=torch.int64)}
+    config = RMMConfig(min_rows=4, operations=["attention"])
+    conversion = Conversion(model, config)
+    conversion.attach()
+    if not is_planned:
+        revert(model)
+        conversion.report = convert(model, config)
+    for step in range(64):
+        if step == STEPS:
+            with torch.no_grad():
+                wide.query.weight.mul_(3000)
+        assert conversion.report.wide_attention == {}
+        model(**batch).loss.backward()
+    model(**batch)
+    found = [model.get_submodule(name) for name in conversion.report.wide_attention]
+    assert found == ([] if is_planned else [wide])
 
 
 def test_the_spread_of_scores_is_their_standard_deviation():
