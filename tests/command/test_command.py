@@ -149,7 +149,7 @@ EXPLAIN = ["{}/roberta", "--batch"]
         ("fit", [*FIT, "1GB", "--length", "900"], "Give a smaller --length."),
         ("fit", [*FIT, "1GB", "--size", "0"], "size must be"),
         ("fit", [*FIT, "1GB", "--rank", "0"], "rank must be"),
-        ("fit", [*FIT, "1GB", "--save", "/no/such/folder/plan.json"], "/no/such/folder"),
+        ("fit", [*FIT, "1GB", "--save", "/dev/null/folder/plan.json"], "/dev/null/folder"),
         ("longest", ["/nowhere", "--memory", "1GB"], "MODEL must be a folder written by save_pretrained"),
         ("longest", ["llama-3.1-8b", "--memory", "8 gigs"], "memory must be a size"),
         ("longest", ["llama-3.1-8b", "--memory", "0.5"], "memory must be"),

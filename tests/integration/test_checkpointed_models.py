@@ -315,7 +315,7 @@ def test_recomputed_sketches_take_the_bytes_of_their_recipes(form, bits, monkeyp
         monkeypatch.setattr(
             type(model.block[2]),
             "_on_backward",
-            lambda layer, call, y, mask, **how: in_block.append((layer.rmm_index, live.now)),
+            lambda layer, call, known, y, mask, **how: in_block.append((layer.rmm_index, live.now)),
         )
         with LiveTensors(Peak()) as live:
             hooks = torch.autograd.graph.save_on_cpu() if form == "save_on_cpu" else contextlib.nullcontext()
