@@ -26,6 +26,7 @@ from rmm_linear.context.call_inputs import HostRead
 from rmm_linear.context.directions import Directions
 from rmm_linear.context.recomputation import ForwardPass
 from rmm_linear.context.sketch_cache import SketchCache
+from rmm_linear.context.surroundings import has_saving_hooks
 from rmm_linear.ops.save import save_input, save_traced, weight_gradient_traced
 from rmm_linear.ops.sketches import weight_gradient
 from rmm_linear.packing import rounding_variance, sum_dtype
@@ -433,7 +434,9 @@ def saved_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Linea
     saved = _saved(input, weight, x, call)
     ranks = (None, None) if call.mask is None else (call.mask.order, call.mask.count)
     is_traced = call.seed is None
-    valid = None if is_traced or call.mask is None else vars(call.mask).get("valid_count")  # what the host has read
+    # What the host has read; not under hooks, as a recomputation may replace the mask.
+    is_known = call.mask is not None and not torch.compiler.is_compiling() and not has_saving_hooks()
+    valid = vars(call.mask).get("valid_count") if is_known else None
     return SketchedLinearFunction.run(
         input, weight, bias, x, call.dtype, call.spec, call.on_backward, call.noise, is_traced, valid, *ranks, *saved
     )
