@@ -83,7 +83,8 @@ class Packer:
         """Begin a forward pass; ``save`` copies the bytes of a storage out, uint8 of one dimension."""
         self._takes, self._save = takes, save
         self._own = {storage._cdata for storage in storages([*module.parameters(), *module.buffers()])}
-        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], Saved]] = {}
+        # Weak: autograd holds the hook for as long as anything that it packed, and what was freed should be freed
+        self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[Saved]]] = {}
 
     def __call__(self, tensor: Tensor) -> SavedTensor:
         if not self._goes(tensor):
@@ -91,10 +92,12 @@ class Packer:
         storage = tensor.untyped_storage()
         content = _bytes(tensor, storage.nbytes())
         key = storage._cdata, tensor._version
-        ref, saved = self._known.get(key, (None, None))
-        if ref is None or saved is None or ref() is not storage:  # another one may have its address by now
+        known = self._known.get(key)
+        # Another storage may have its address by now
+        saved = known[1]() if known is not None and known[0]() is storage else None
+        if saved is None:
             saved = self._save(content)
-            self._known[key] = weakref.ref(storage), saved
+            self._known[key] = weakref.ref(storage), weakref.ref(saved)
         return _Moved(tensor, content, saved)
 
     def _goes(self, tensor: Tensor) -> bool:

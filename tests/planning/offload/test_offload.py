@@ -185,6 +185,22 @@ def test_what_a_part_of_a_backward_pass_fetched_is_freed_with_it(tmp_path: Path)
     detach(attached)
 
 
+def test_what_a_part_of_a_graph_saved_goes_with_it(tmp_path: Path) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.exp(), x.tanh()
+
+    model, x = Two(), WIDE.clone().requires_grad_()
+    attached = offloaded([model], tmp_path)
+    first, second = model(x)
+    assert len(files(tmp_path)) == 2
+    del first
+    assert len(files(tmp_path)) == 1
+    second.sum().backward()
+    del second
+    detach(attached)
+
+
 def test_second_derivatives(tmp_path: Path) -> None:
     model, x = Deep(2), WIDE.clone().requires_grad_()
 
