@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from benchmarks.frontier.adapters import quantize, sketched_lora
@@ -27,6 +28,7 @@ from rmm_linear.config import OPERATIONS, QUALITIES
 from rmm_linear.planning import load_plan
 
 EXACT = "exact"
+NUDGED = "nudged"  # exact, from other weights by a millionth: how far apart equal runs end
 LEARNING_RATE, LORA_LEARNING_RATE = 1e-4, 1e-3
 _RANK = 16
 
@@ -80,6 +82,13 @@ def _wta(model: nn.Module, **fields: Any) -> nn.Module:
     if context is not None:
         context.sketch_cache = _OwnSketches()
     return model
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module, *, by: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for one in model.parameters():
+        one.mul_(1 + by * torch.randn(one.shape, generator=generator))
 
 
 def _loract(model: nn.Module, *, rank: int) -> nn.Module:
@@ -136,6 +145,7 @@ def _adapted(title: str, **fields: Any) -> Method:
 
 METHODS: dict[str, Method] = {
     EXACT: Method("exact", "exact", nn.Module.train, is_exact=True),
+    NUDGED: Method("exact, nudged", "exact", _nudge, {"by": 1e-6}, is_exact=True, is_tuned=False),
     "checkpoint": Method("checkpointing, all blocks", "exact", checkpoint, is_exact=True),
     "checkpoint-offload": Method("checkpointing, offloaded", "exact", use_offloaded, is_exact=True),
     "compiled": Method("exact, compiled", "exact", use_compiled, is_exact=True, is_compiled=True),

@@ -144,7 +144,7 @@ def read_glosses(folder: Path, parts: Sequence[str] = _PARTS) -> list[str]:
 def language(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
     texts = read_glosses(Path(folder))
     count = int(_HELD_OUT * len(texts)) + 1
-    methods = ("exact", "dense-20", "dense-10", "careful", "tenth", "smallest")
+    methods = ("exact", "nudged", "dense-20", "dense-10", "careful", "tenth", "smallest")
     return _glosses("language", texts[count:], texts[:count], methods, tiny=tiny)
 
 
@@ -159,7 +159,7 @@ def experts(folder: str = GLOSSES, *, tiny: bool = False) -> Study:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": width // 8 * 11}
         return _causal("Mixtral", words, width, **sizes, **heads)
 
-    methods = ("exact", "careful", "tenth", "smallest")
+    methods = ("exact", "nudged", "careful", "tenth", "smallest")
     return dataclasses.replace(study, model=model, methods=methods, steps=study.steps if tiny else 1000)
 
 

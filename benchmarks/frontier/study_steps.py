@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.frontier.cost import OWN_HOOKS, ROUNDS
 from benchmarks.frontier.curves import make, weights_of
-from benchmarks.frontier.methods import METHODS
+from benchmarks.frontier.methods import METHODS, NUDGED
 from benchmarks.frontier.rows import Cost
 from benchmarks.frontier.runs import Asked
 from benchmarks.library import LiveTensors, Peak
@@ -41,7 +41,7 @@ def measured(name: str, asked: Asked) -> list[dict[str, Any]]:
     study, rows, runs = make(name, asked), dict[str, dict[str, Any]](), dict[str, Any]()
     batch = next(study.batches(0, study.batch))
     shape = " × ".join(map(str, next(iter(batch.values())).shape))
-    for method in (one for one in study.methods if one in {study.methods[0], *asked.methods}):
+    for method in (one for one in study.methods if one in {study.methods[0], *asked.methods} - {NUDGED}):
         how = METHODS[method]
         model = how.prepare(study.model(0)).train()
 

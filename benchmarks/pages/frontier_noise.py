@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.frontier.aggregate import mean_over_groups, mean_text, share_text, text_of
-from benchmarks.frontier.methods import EXACT, METHODS, PARTS, TUNED
+from benchmarks.frontier.methods import EXACT, METHODS, NUDGED, PARTS, TUNED
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.study import BASE, BATCHES, DRAWN, LONG, TITLES
 from benchmarks.library import table
@@ -105,7 +105,7 @@ def _told(results: Path) -> str:
     last |= {(row.study, row.method, row.seed): (row.dev_loss, row) for row in whole}
     lines = list[tuple[str, ...]]()
     for title, names in _SETTINGS.items():
-        for method in ("careful", "tenth", *PARTS, "smallest"):
+        for method in (NUDGED, "careful", "tenth", *PARTS, "smallest"):
             groups = [
                 [
                     (loss / last[name, EXACT, seed][0] - 1, row.score - last[name, EXACT, seed][1].score)

@@ -196,6 +196,16 @@ def test_exact_methods_are_exact(method: str, most: float) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_the_control_begins_a_millionth_apart() -> None:
+    (exact, loss, whole), (model, other, kept) = trained("exact"), trained("nudged")
+    assert other == pytest.approx(loss, rel=1e-4)
+    assert kept == whole
+    for one, nudged in zip(exact.parameters(), model.parameters(), strict=True):
+        apart = (one - nudged).abs()
+        assert (one.ndim > 1) <= bool(apart.any())
+        assert bool((apart <= 1e-5 * one.abs()).all())
+
+
 def others() -> Iterator[Any]:
     """One of each kind, and those that differ in a number where tests are thorough."""
     seen: set[str] = set()
