@@ -18,7 +18,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from rmm_linear import convert, fit
+from rmm_linear import convert, fit, revert
 from rmm_linear.activations.calls import PackedCalls
 from rmm_linear.context.code_noise import CodeNoise
 from rmm_linear.layers.linear import SketchedLayer
@@ -64,6 +64,48 @@ def test_simulation_leaves_no_trace():
     assert parameters[0].grad is not None
     assert parameters[1].grad is None
     assert not model.training
+
+
+def test_hooks_of_parameters_get_no_gradient_of_a_simulated_or_timed_step():
+    """An optimizer that steps in the backward pass is such a hook."""
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+    model, x, got = nn.Sequential(*blocks), torch.randn(256, 64), []
+    for number, parameter in enumerate(model.parameters()):
+        kind = (parameter.register_hook, parameter.register_post_accumulate_grad_hook)[number % 2]
+        kind(lambda given: got.append(given) and None)
+    fit(model, x, 0.8, allow=("keep", "recompute"))
+    assert not got
+    revert(model)
+    model(x).sum().backward()
+    assert len(got) == 16
+
+
+class _Filled(nn.Module):
+    """Makes tables in its first forward pass."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(8, 8), []
+        if is_buffer:
+            self.register_buffer("table", None, persistent=False)
+        else:
+            self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(len(x), 1)
+        self.seen.append(x)
+        return self.linear(x) + self.table
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_what_a_model_keeps_of_a_simulated_step_is_taken_away(is_buffer):
+    model, x = nn.Sequential(_Filled(is_buffer), nn.Linear(8, 8)), torch.randn(16, 8)
+    simulate(model, x)
+    assert model[0].table is None
+    assert model[0].seen == []
+    plan_blocks(model, x, "1GB")
+    assert type(model(x)) is torch.Tensor
 
 
 def test_parameter_gradients_are_counted_and_parameters_are_not():

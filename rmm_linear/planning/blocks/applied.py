@@ -17,14 +17,12 @@ from rmm_linear.planning.budget import check_model
 from rmm_linear.planning.offload.chain import OffloadChain, Offloaded
 from rmm_linear.planning.plans import Applied, apply
 from rmm_linear.planning.replay.wrapped import Wrapped
-from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
 from rmm_linear.planning.tiles.apply import tiles_of
 from rmm_linear.planning.tiles.attention import heads_of
 
 logger = logging.getLogger(__name__)
 
 _PLAN = "rmm_plan"  # attribute of a model with a plan
-_SAVES = {SELECTIVE: PRODUCTS, ATTENTION: ATTENTIONS}
 
 
 class Executor(Protocol):
@@ -104,7 +102,7 @@ def _executors(plan: BlockPlan, model: nn.Module, modules: dict[str, nn.Module])
             found += heads_of(module)
         if how := block.recomputation:
             found += [Recomputed(modules[name]) for name in block.inner]
-            found.append(Recomputed(module, _SAVES.get(how, frozenset())))
+            found.append(Recomputed(module, how if how in (SELECTIVE, ATTENTION) else None))
         if OFFLOAD in block.words:  # around the rest: what that saves is what waits
             found.append(Offloaded(module, chain))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,16 +12,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from rmm_linear.context.recomputation import RepeatedSeeds
+from rmm_linear.planning.blocks.plan import ATTENTION, SELECTIVE
 from rmm_linear.planning.blocks.results import Results
+from rmm_linear.planning.replay.numbers import DrawnNumbers
 from rmm_linear.planning.replay.replayed import Replayed
 from rmm_linear.planning.replay.wrapped import Wrapped
+from rmm_linear.planning.step.flops import ATTENTIONS, PRODUCTS
+
+_SAVED = {SELECTIVE: PRODUCTS, ATTENTION: ATTENTIONS}
 
 
 class Recomputed(Wrapped):
     """The forward pass of a module under activation checkpointing."""
 
-    def __init__(self, module: nn.Module, saves: Collection[Any] = frozenset()) -> None:
-        """Wrap a module's forward pass. ``saves``: the operators whose results are saved."""
+    def __init__(self, module: nn.Module, saves: str | None = None) -> None:
+        """Wrap a module's forward pass. ``saves``: the operators whose results are saved, by the word of a plan."""
         super().__init__(module)
         self.saves = saves
 
@@ -41,17 +45,19 @@ class Recomputed(Wrapped):
                 "Set model.config.use_cache=False."
             )
         replayed, seeds = Replayed([self.module], tree_leaves((args, kwargs))), RepeatedSeeds(self.module)
-        seen = replayed.seen()
+        seen, drawn = replayed.seen(), DrawnNumbers(replayed.devices)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if not self.saves:
-                return nullcontext(), replayed.again(seen, seeds.again)
-            results = Results(self.saves)
-            return results.saving(), replayed.again(seen, seeds.again, results.returning)
+            if self.saves is None:
+                return nullcontext(), replayed.again(seen, drawn.again, seeds.again)
+            results = Results(_SAVED[self.saves])
+            return results.saving(), replayed.again(seen, drawn.again, seeds.again, results.returning)
 
-        # Keyword arguments go past checkpoint, which has some of its own.
+        # Keyword arguments go past checkpoint, which has some of its own, and looks for devices in the others alone.
         run = functools.partial(self.inner, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+        output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        drawn.settle()
+        return output
 
 
 def _run(recomputed: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,7 @@ class OffloadChain:
         self._arenas: dict[torch.device, PinnedArena] = {}
         self._last: weakref.ref[_OffloadedCall] | None = None
         self._task = -1  # the backward pass that is running
+        self.steps = 0  # backward passes so far
         self._back: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
@@ -90,6 +91,7 @@ class OffloadChain:
     def end(self) -> None:
         """Free what is back: of a backward pass that ended, also by an error."""
         self._task = -1
+        self.steps += 1
         for saved in list(self._back):
             saved.forget()
         self._back.clear()
@@ -104,7 +106,8 @@ def _end(chain: weakref.ref[OffloadChain]) -> None:
 class Offloaded(Wrapped):
     """The forward pass of a module whose saved tensors are offloaded."""
 
-    copied = 0  # bytes, in the last forward pass
+    copied = 0  # bytes, in the forward pass of the last step, which may call the module several times
+    _step = 0  # which it was
 
     def __init__(self, module: nn.Module, chain: OffloadChain) -> None:
         """Wrap a module's forward pass. The model's offloaded blocks share the chain."""
@@ -134,7 +137,8 @@ class Offloaded(Wrapped):
         with packing(Packer(self.module, self.chain.takes_from, call.save)):
             output = self.inner(*args, **kwargs)
         self.chain.leave(call)
-        self.copied = call.copied
+        self.copied = call.copied + (self.copied if self._step == self.chain.steps else 0)
+        self._step = self.chain.steps
         return output
 
 

@@ -47,7 +47,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
         yield
         return
     reshard(model)
-    kept = [(one, {name: (value, _copied(value)) for name, value in vars(one).items()}) for one in _kept(states)]
+    kept = [
+        (one, {name: (value, copied_container(value)) for name, value in vars(one).items()}) for one in _kept(states)
+    ]
     # A pass without a backward pass, or one that raises, leaves modules with gathered weights; the first, with hooks.
     own = [vars(module)[name] for module in model.modules() for name in _OF_MODULES if name in vars(module)]
     owned = [(one, dict(one)) for one in own]
@@ -63,9 +65,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for one, fields in kept:
             vars(one).clear()
-            vars(one).update({name: _put_back(value, copy) for name, (value, copy) in fields.items()})
+            vars(one).update({name: put_back(value, copy) for name, (value, copy) in fields.items()})
         for one, before in owned:
-            _put_back(one, before)
+            put_back(one, before)
 
 
 @contextmanager
@@ -144,11 +146,12 @@ def _kept(states: list[Any]) -> list[Any]:
     return [*{id(one): one for one in found}.values()]
 
 
-def _copied(value: Any) -> Any:
+def copied_container(value: Any) -> Any:
+    """Copy a list, a dictionary or a set, for :func:`put_back`; other values are returned."""
     return type(value)(value) if type(value) in _CONTAINERS else value
 
 
-def _put_back(value: Any, copy: Any) -> Any:
+def put_back(value: Any, copy: Any) -> Any:
     """Return a container with what it had; other values are as they were."""
     if copy is not value:
         value.clear()

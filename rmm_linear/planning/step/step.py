@@ -18,10 +18,11 @@ from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.memory.inputs import LossOfBatch, call_with, restored
 from rmm_linear.memory.quantized import replaced_states
 from rmm_linear.planning.step.fakes import Fakes
-from rmm_linear.planning.step.sharded import is_sharded, runs_alone, silent, untouched
+from rmm_linear.planning.step.sharded import copied_container, is_sharded, put_back, runs_alone, silent, untouched
 
 _PACKED = "find_packed_sequence_indices"
 _IGNORES = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 Run = Callable[[nn.Module, Any], Any]
 
 
@@ -60,15 +61,24 @@ def loss_of(output: Any) -> Tensor:
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Set the gradients of a model aside inside the block, so that a step makes its own."""
+    """Set the gradients of a model aside inside the block, so that a step makes its own, and no hook gets them.
+
+    Hooks of parameters may step an optimizer.
+    """
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    hooks: list[Any] = [getattr(parameter, name) for parameter, _ in kept for name in _HOOKS]
+    hooks = [(each, dict(each)) for each in hooks if each]
     try:
         for parameter, _ in kept:
             parameter.grad = None
+        for each, _ in hooks:
+            each.clear()
         yield
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+        for each, before in hooks:
+            each.update(before)
 
 
 @contextmanager
@@ -160,8 +170,22 @@ def prepared(
                     "outside of the step, and give it as a number, or as tensors of that shape."
                 ) from error
 
-        with masks_by_values(example), replaced_states(model, fakes_of), fakes_of.mode:
+        with _attributes_kept(model), masks_by_values(example), replaced_states(model, fakes_of), fakes_of.mode:
             yield simulated
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put attributes back after the block, and what dictionaries and lists among them had: a step may keep fakes."""
+    own = [vars(module) for module in model.modules()]
+    kept = [(each, {key: (value, copied_container(value)) for key, value in each.items()}) for each in own]
+    try:
+        yield
+    finally:
+        for each, before in kept:
+            for key in each.keys() - before.keys():
+                del each[key]
+            each.update({key: put_back(value, copy) for key, (value, copy) in before.items()})
 
 
 def _refuse_estimators(model: nn.Module) -> None:

@@ -12,10 +12,13 @@ the modules around it. Modules that are alike are tried once.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 
 from rmm_linear.activations.experts import PackedExperts, is_experts
@@ -24,7 +27,10 @@ from rmm_linear.planning.tiles.trial import Verdict, try_module
 
 METHODS = ("feed_forward_chunk", "_ff_block")  # of transformers' layers, and of torch's
 _LEAST = 2  # linear layers
-_NUMBERS = {"layer_idx", "layer_id", "layer_index", "index"}  # of a layer, which do not change what it computes
+_MANY = 1000  # entries of a container that are not settings
+# Attributes that do not change what a module computes, but for those of all modules: a layer's numbers, and what this
+# library or a plan has put there.
+_NO_SETTINGS = {"layer_idx", "layer_id", "layer_index", "index", "forward", *vars(nn.Module())}
 
 
 @dataclass(frozen=True)
@@ -175,22 +181,40 @@ def _likeness(module: nn.Module) -> Hashable:
     return tuple(_parts(module))
 
 
+class _Same:
+    """An object by its identity, for as long as it lives; then it is equal to nothing."""
+
+    def __init__(self, one: Any) -> None:
+        self._id = id(one)
+        try:
+            self._ref: Callable[[], Any] = weakref.ref(one)
+        except TypeError:
+            self._ref = lambda: None
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._ref() is not None and self._ref() is other._ref()
+
+
+def _setting(value: Any, depth: int = 3) -> Hashable:
+    """Return what is equal for equal settings: numbers and texts, also in containers, and other objects themselves."""
+    if isinstance(value, int | float | str | bytes | torch.dtype | torch.device | None):
+        return type(value), value
+    if isinstance(value, dict | list | tuple) and depth and len(value) < _MANY:
+        entries = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_setting(one, depth - 1) for one in entries)
+    return _Same(value.__func__ if inspect.ismethod(value) else value)
+
+
 def _parts(module: nn.Module) -> Iterator[Hashable]:
     for name, part in module.named_modules():
-        own = sorted(
-            (key, value)
-            for key, value in vars(part).items()
-            if isinstance(value, bool | float | str) and key != "training" and not key.startswith("rmm_")
-        )
-        own += sorted(
-            (key, repr(value) if isinstance(value, int | tuple) else f"{value!r} at {id(value)}")
-            for key, value in vars(part).items()
-            if (isinstance(value, int | tuple) or (callable(value) and not isinstance(value, nn.Module)))
-            and not isinstance(value, bool)
-            and key not in _NUMBERS
-            and not key.startswith(("rmm_", "_"))
-            and key != "forward"
-        )
+        own = [
+            (key, _setting(value))
+            for key, value in sorted(vars(part).items())
+            if key not in _NO_SETTINGS and not key.startswith(("rmm_", "_hf_"))
+        ]
         tensors = [
             (key, tuple(one.shape), str(one.dtype), one.device.type, type(one).__name__)
             for key, one in (*part._parameters.items(), *part._buffers.items())

@@ -1,10 +1,10 @@
 """Find out by running it whether a module is position-wise: a row of its output depends on the same row of its input.
 
-With values, it is run on random rows: as a whole, with one row changed, in two slices with the sequences one after the
-other, and on rows that are all the same, which routing with a capacity does not treat alike; and without values on few
-rows and on many, for which code may do something else. On the meta device, and where parameters are sharded, only
-operators can be looked at (:mod:`operators`). All run in train mode, without gradients, hooks and dropout, and leave
-no trace.
+With values, it is run on random rows, and with random parameters where all numbers of one are near 0: as a whole, with
+one row changed, in two slices with the sequences one after the other, and on rows that are all the same, which routing
+with a capacity does not treat alike; and without values on few rows and on many, for which code may do something else.
+On the meta device, and where parameters are sharded, only operators can be looked at (:mod:`operators`). All run in
+train mode, without gradients, hooks and dropout, and leave no trace.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _LEAD = (2, 67)  # primes: rows are told from columns by their number
 _LONG_LEAD = (2, 65_537)  # more rows than a loop over them would take long for
 _CUT = 64
 _LARGE = 30.0  # of what one row is changed to: a mean over 134 rows then moves by a fifth of a standard deviation
+_HIDES = 1e-2  # of the largest entry of a parameter: what it scales may be lost in rounding
 _MOST_INPUTS = 3
 _WIDTHS = 3  # that are tried for every input
 
@@ -64,8 +65,7 @@ def try_module(module: nn.Module, method: str, widths: Sequence[int]) -> Verdict
     for chosen in itertools.product(widths[:_WIDTHS], repeat=count):
         ran = set[str]()
         with _untouched(module, ran) as stack:
-            if on_meta:
-                stack.enter_context(_reparametrize_module(module, _on_meta(module)))
+            stack.enter_context(_reparametrize_module(module, _on_meta(module) if on_meta else _instead(module)))
             try:
                 (_check_operators if on_meta else _check_values)(module, own, chosen)
                 if not on_meta:
@@ -194,6 +194,19 @@ def _inputs(own: Callable[..., Any]) -> int:
     named = [one for one in inspect.signature(own).parameters.values() if one.kind in kinds]
     required = [one for one in named if one.default is inspect.Parameter.empty]
     return len(required) or min(1, len(named))
+
+
+def _instead(module: nn.Module) -> dict[str, Tensor]:
+    """Return random parameters for those that hide, by being near 0, what others compute: gates, say."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    found = dict[str, Tensor]()
+    for name, one in module.named_parameters(remove_duplicate=False):
+        is_plain = type(one) is nn.Parameter and one.is_floating_point() and one.itemsize > 1 and one.numel() > 0
+        if is_plain and bool(one.detach().abs().max() < _HIDES):
+            drawn = torch.randn(one.shape, generator=generator, device="cpu")
+            drawn = drawn / one.shape[-1] ** 0.5 if one.dim() > 1 else 1 + drawn / 4
+            found[name] = drawn.to(device=one.device, dtype=one.dtype)
+    return found
 
 
 def _on_meta(module: nn.Module) -> dict[str, Tensor]:

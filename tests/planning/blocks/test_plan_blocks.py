@@ -6,7 +6,10 @@ contracts/test_replay.py has what may go wrong in a block, with every choice.
 import copy
 import gc
 import pickle
+import random
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from planning_graph_helpers import NETWORKS, gradients, network, real_peak, same
@@ -16,6 +19,8 @@ import rmm_linear
 from rmm_linear import RMMConfig
 from rmm_linear.planning import BlockPlan, PlannedBlock, plan_blocks, simulate
 from rmm_linear.planning.blocks.find import find_blocks
+from rmm_linear.planning.blocks.recompute import Recomputed
+from rmm_linear.planning.replay import replayed
 from rmm_linear.planning.step.step import run_step
 
 SHARES = {"mlp": 0.6, "roberta": 0.6, "llama": 0.6, "cnn": 0.6, "unet": 0.75}
@@ -47,6 +52,57 @@ def test_planned_models_are_copied_and_pickled():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(gradients(other, lambda other=other: run_step(other, example)), expected)
         assert simulate(other, example).bytes == plan.predicted
+
+
+class _Drawing(nn.Module):
+    """Draws from generators of the CPU and of a device, from Python's and NumPy's."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.linear, self.device = nn.Linear(64, 64), device
+
+    def forward(self, hidden):
+        mask = torch.rand(hidden.shape, generator=self.device) < 0.5
+        scale = random.random() + numpy.random.rand()  # noqa: NPY002
+        return scale * self.linear(nn.functional.dropout(hidden * mask, 0.2)).tanh()
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+def test_a_block_draws_the_same_numbers_again(is_keyword, monkeypatch):
+    """A generator stands for a device's, whose tensors come by keyword too, as those of attention do."""
+    device = torch.Generator()
+    module = SimpleNamespace(
+        get_rng_state=lambda _: device.get_state(), set_rng_state=lambda state, _: device.set_state(state)
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(replayed, "accelerators", lambda leaves: [torch.device("cuda")] if [*leaves] else [])
+    model, x = _Drawing(device), torch.randn(100, 64)
+
+    def step():
+        for seed in (torch.manual_seed, random.seed, numpy.random.seed, device.manual_seed):
+            seed(1)
+        model.zero_grad()
+        (model(hidden=x) if is_keyword else model(x)).sum().backward()
+        of_torch = [float(torch.rand((), generator=one)) for one in (None, device)]
+        drawn = random.random(), numpy.random.rand(), of_torch  # noqa: NPY002
+        return model.linear.weight.grad.clone(), drawn
+
+    expected, drawn = step()
+    Recomputed(model).attach()
+    for _ in range(2):
+        found, after = step()
+        assert torch.equal(found, expected)
+        assert after == drawn
+
+
+@pytest.mark.parametrize("choice", ["recompute", "selective", "attention", "nested"])
+def test_every_recomputation_is_pickled(choice):
+    model, x = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8)
+    expected = gradients(model, lambda: run_step(model, x))
+    with BlockPlan([PlannedBlock("0", choice)]).applied(model):
+        other = pickle.loads(pickle.dumps(model))
+    assert isinstance(vars(other[0])["forward"], Recomputed)
+    assert same(gradients(other, lambda: run_step(other, x)), expected)
 
 
 def test_a_plain_step_that_fits_stays():

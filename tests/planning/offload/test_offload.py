@@ -105,6 +105,19 @@ def test_a_storage_is_copied_once_however_many_views_are_saved(tmp_path: Path) -
     detach(attached)
 
 
+def test_what_a_block_saves_in_all_calls_of_a_step_is_counted(tmp_path: Path) -> None:
+    model = Deep(1)
+    (waiting, *_), x = offloaded([*model], tmp_path), WIDE.clone().requires_grad_()
+    for times in (1, 3, 3, 2):
+        output = x
+        for _ in range(times):
+            output = model(output)
+        output.sum().backward()
+        assert waiting.copied == times * SAVED * WIDE.numel() * 4
+    del output
+    detach([waiting])
+
+
 def test_bits_strides_and_dtypes_come_back(tmp_path: Path) -> None:
     class Complex(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import tiny_model
@@ -13,6 +15,50 @@ from rmm_linear import convert, revert
 from rmm_linear.planning.blocks.recompute import Recomputed
 from rmm_linear.planning.tiles.apply import tiles_of
 from rmm_linear.planning.tiles.find import find_tiles
+
+
+class _Adapter(nn.Module):
+    """Linear layers, and beside them a convolution over positions, whose result is scaled."""
+
+    def __init__(self, scale, kernel=3):
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.mix = nn.Conv1d(16, 16, kernel, padding="same", groups=16)
+        self.scale = nn.Parameter(torch.full((8,), scale))
+
+    def forward(self, x):
+        mixed = self.mix(self.down(x).transpose(1, 2)).transpose(1, 2)
+        return self.base(x) + self.scale * self.up(mixed.relu())
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 1.0])
+def test_what_has_no_effect_yet_is_found(scale):
+    """A gate or a last layer of zeros hides what it scales until it is trained."""
+    module = _Adapter(scale)
+    before = [one.clone() for one in module.parameters()]
+    assert "other positions" in find_tiles(module).refused[""]
+    assert find_tiles(_Adapter(scale, kernel=1)).tiles
+    nn.init.zeros_(module.up.weight)
+    assert "other positions" in find_tiles(module).refused[""]
+    assert all(map(torch.equal, [*module.parameters()][:5], before[:5]))
+
+
+class _Shifting(nn.Module):
+    def __init__(self, settings):
+        super().__init__()
+        self.up, self.down, self.settings = nn.Linear(8, 16), nn.Linear(16, 8), settings
+
+    def forward(self, x):
+        shifts = self.settings["shift"] if isinstance(self.settings, dict) else self.settings.shift
+        return self.down(self.up(x.roll(1, 1) if shifts else x).relu())
+
+
+@pytest.mark.parametrize("make", [dict, SimpleNamespace])
+def test_modules_are_alike_only_with_the_same_settings(make):
+    settings = make(shift=False)
+    assert len(find_tiles(nn.ModuleList([_Shifting(settings), _Shifting(settings)])).tiles) == 2
+    assert not find_tiles(_Shifting(make(shift=True))).tiles
+
 
 FOUND = {
     "roberta": {"embeddings.LayerNorm", "layer.0.feed_forward_chunk", "attention.output.LayerNorm"},
