@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import random
+import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +50,10 @@ from rmm_linear.sketches import TokenMask
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
+def _nothing() -> None:
+    """Stand for a reference to a module that is gone."""
+
+
 class ModelContext:
     """The state that the layers of one converted model share; dictionaries are by a layer's index."""
 
@@ -65,6 +71,7 @@ class ModelContext:
         self.exact_calls: dict[int, str] = {}  # why the last call of an attention, a norm, or of functions was exact
         self.salt, self._released = 0, 0  # another salt gives other seeds, and leaves the model's own numbers alone
         self._handles: list[RemovableHandle] = []
+        self._root: Callable[[], nn.Module | None] = _nothing
         self._signatures: dict[type[nn.Module], tuple[str, ...]] = {}
         self._reset()
 
@@ -83,6 +90,7 @@ class ModelContext:
     def attach(self, model: nn.Module) -> None:
         """Register the hooks that open this context around every forward pass of ``model``."""
         self.ranks.look(model)
+        self._root = weakref.ref(model)
         for module in model.modules():
             if module is model or takes_mask(module):
                 # By the class that has the forward: a converted module's own class is in no module, and not pickled.
@@ -111,6 +119,10 @@ class ModelContext:
         self._released += 1
         if self._released >= len(self.names):
             self.detach()
+
+    def is_of_part(self, model: nn.Module) -> bool:
+        """Say whether the model that was converted is a module, or inside of it; copies do not know it."""
+        return (root := self._root()) is not None and any(one is root for one in model.modules())
 
     def is_open(self) -> bool:
         """Say whether a forward pass of the model, or its recomputation, is running."""
@@ -380,5 +392,5 @@ class ModelContext:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no forward pass running."""
-        vars(self).update({"exact_calls": {}, **state})
+        vars(self).update({"exact_calls": {}, "_root": _nothing, **state})
         self._reset()

@@ -19,7 +19,7 @@ from rmm_linear.config import RMMConfig
 from rmm_linear.context.first_steps import CHECKPOINTED, checkpointed_message, shown
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.conversion.checkpointed import checkpointed_blocks, inside, noting_recomputed
-from rmm_linear.conversion.exact import revert
+from rmm_linear.conversion.exact import unconvert
 from rmm_linear.conversion.explained import explained, keep_exact_on
 from rmm_linear.conversion.filtering import check_filter, without_rejected
 from rmm_linear.conversion.linears import (
@@ -29,6 +29,7 @@ from rmm_linear.conversion.linears import (
     sketched_class,
     skip_where_nothing_is_saved,
     warn_of_unmatched,
+    warn_of_unmatched_exclusions,
 )
 from rmm_linear.conversion.names import check_overrides, first_names, restricted
 from rmm_linear.conversion.packed import (
@@ -140,7 +141,7 @@ def convert(
         except torch.OutOfMemoryError:  # of the exact model, for want of which it is converted
             logger.warning("What the whole model saves is not known: the exact one runs out of memory on the example.")
         except BaseException:
-            revert(model)
+            unconvert(model)
             raise
     return report
 
@@ -153,6 +154,7 @@ def _choose(
     linears, packed, skipped, unpacked = _select(model, config, names)
     if is_sketching:
         warn_of_unmatched(config, names)
+    warn_of_unmatched_exclusions(config, names)
     is_selected = config.target_modules != RMMConfig.target_modules
     is_met = linears or any(choice.operation == "linear" for choice in packed.values())
     if is_sketching and not is_met and (is_selected or not packed):
@@ -255,7 +257,7 @@ def packed_only(model: nn.Module, config: RMMConfig, choices: Mapping[str, Packe
     try:
         yield
     finally:
-        revert(model)
+        unconvert(model)
 
 
 def _set_up_packed(choices: Mapping[str, PackedChoice], config: RMMConfig, context: ModelContext) -> None:

@@ -119,19 +119,29 @@ def revert(model: nn.Module) -> nn.Module:
     for module, name in handles:
         if name in vars(module):
             vars(module)[name].revert()  # which comes back here if the plan has a conversion
-    converted = [module for module in model.modules() if isinstance(module, ConvertedModule)]
+    converted = converted_modules(model)
     if planned and not converted:
         return model
     if not converted:
         raise ValueError(
             "revert takes a converted model, got one without converted modules. Call rmm_linear.convert first."
         )
-    for module in converted:
+    unconvert(model)
+    return model
+
+
+def unconvert(model: nn.Module) -> None:
+    """Give converted modules their original class back; a plan and tiles stay."""
+    contexts = dict[ModelContext, None]()
+    for module in converted_modules(model):
         if module.rmm_context is not None:
+            contexts[module.rmm_context] = None
             module.rmm_context.release()
         module._tear_down()
         module.__class__ = original_class(type(module))
-    return model
+    for context in contexts:
+        if context.is_of_part(model):
+            context.detach()  # modules that were replaced since are released by nobody
 
 
 def original_class(kind: type[nn.Module]) -> type[Any]:

@@ -9,7 +9,7 @@ from torch import nn
 from rmm_linear._support.quiet import quiet
 from rmm_linear.config import RMMConfig
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.exact import revert
+from rmm_linear.conversion.exact import unconvert
 from rmm_linear.conversion.explained import explained, keep_exact_on
 from rmm_linear.conversion.explanation import Explanation
 from rmm_linear.memory.inputs import check_example
@@ -52,4 +52,4 @@ def explain(model: nn.Module, batch: Any, config: RMMConfig | None = None, **ove
             keep_exact_on(model, report.context, batch)
         return explained(model, report, batch)
     finally:
-        revert(model)
+        unconvert(model)

@@ -56,14 +56,23 @@ def _trains(layer: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in layer.parameters())
 
 
+def warn_of_unmatched_exclusions(config: RMMConfig, names: dict[nn.Module, str]) -> None:
+    excluded, hint = config.exclude_modules, ""
+    if isinstance(excluded, str):
+        is_entry = any(matches([excluded], name) for name in names.values())
+        hint = f" A string is a pattern of whole names; did you mean [{excluded!r}]?" if is_entry else ""
+        entries: list[tuple[Any, str]] = [(excluded, excluded)]
+    else:
+        entries = [([entry], entry) for entry in excluded or ()]
+    for pattern, entry in entries:
+        if not any(matches(pattern, name) for name in names.values()):
+            close = nearest(entry, [*names.values()])
+            logger.warning("exclude_modules: %r matches no module; the nearest are %s.%s", entry, close, hint)
+
+
 def warn_of_unmatched(config: RMMConfig, names: dict[nn.Module, str]) -> None:
     linears = [name for module, name in names.items() if is_linear_like(module)]
     products = [name for module, name in names.items() if calls_of(module, ("linear",))]
-    for entry in [] if isinstance(config.exclude_modules, str) else config.exclude_modules or ():
-        if not any(matches([entry], name) for name in names.values()):
-            logger.warning(
-                "exclude_modules: %r matches no module; the nearest are %s.", entry, nearest(entry, [*names.values()])
-            )
     if not isinstance(config.target_modules, str):
         for entry in config.target_modules:
             if not any(matches([entry], name) for name in (*linears, *products)):

@@ -45,7 +45,7 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         have learned in their first steps, the modules that are exact because a code frees nothing, those that take
         more bits for the noise of their codes, and the name of every layer's norm estimator.
     """
-    layers = sketched_layers(model)
+    layers, named = sketched_layers(model), _names(model).items()
     learned = _learned(model)
     read_all(learned.values())
     groups = []
@@ -57,7 +57,8 @@ def sketch_state(model: nn.Module) -> dict[str, Any]:
         "layers": list(layers),
         "groups": sorted(groups),
         "learned": {name: one.to_dict() for name, one in learned.items() if one.steps},
-        "kept_anyway": sorted({c.names[i] for c in _all_contexts(model) for i in c.kept_anyway}),
+        "kept_anyway": sorted({names[i] for context, names in named for i in context.kept_anyway}),
+        "kept_sites": sorted({(names[i], site) for context, names in named for i, site in context.kept_sites}),
         "code_noise": _code_noise(model),
         "directions": {name: one.calls for name, one in _directions(layers).items() if one.calls},
         "norm_estimators": {n: layer.rmm_config.norm_estimator for n, layer in layers.items() if layer.rmm_estimator},
@@ -107,6 +108,7 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         learned = {str(name): dict(values) for name, values in state.get("learned", {}).items()}
         calls = {str(name): int(count) for name, count in state.get("directions", {}).items()}
         exact = set(map(str, state.get("kept_anyway", ())))
+        sites = {(str(name), int(site)) for name, site in state.get("kept_sites", ())}
         noise = state.get("code_noise", {})
         rounds = int(noise.get("rounds", 0))
         widened = {str(name): (int(bits), float(ratio)) for name, (bits, ratio) in noise.get("widened", {}).items()}
@@ -130,8 +132,9 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
                 "Convert the model with the configuration that the state was saved under."
             )
         replace(known[name]).load(values)  # an error leaves what is known unchanged
-    contexts, converted = _all_contexts(model), converted_modules(model)
-    if unknown := sorted({*exact, *widened}.difference(*(context.names for context in contexts))):
+    contexts, converted = _names(model), converted_modules(model)
+    of_sites = {name for name, _ in sites}
+    if unknown := sorted({*exact, *widened, *of_sites}.difference(*contexts.values())):
         raise ValueError(
             f"The sketch state must be of a model with the same converted modules, got {unknown[0]!r} in addition. "
             "Convert the model with the configuration that the state was saved under."
@@ -158,9 +161,11 @@ def load_sketch_state(model: nn.Module, state: dict[str, Any], tensors: dict[str
         one.basis, one.calls, one.pending = None, 0, None
         if name in checked:
             one.load(*checked[name])
-    for context in contexts:
-        context.kept_anyway = {index for index, name in enumerate(context.names) if name in exact}
-        known_bits = {index: widened[name] for index, name in enumerate(context.names) if name in widened}
+    for context, own in contexts.items():
+        names_of = [*enumerate(own)]
+        context.kept_anyway = {index for index, name in names_of if name in exact}
+        context.kept_sites = {(index, site) for index, name in names_of for one, site in sites if one == name}
+        known_bits = {index: widened[name] for index, name in names_of if name in widened}
         context.noise = CodeNoise(known_bits, rounds)
     for module in converted:
         if module.rmm_context is not None and (found := module.rmm_context.noise.widened.get(module.rmm_index)):
@@ -185,14 +190,23 @@ def _directions(layers: dict[str, SketchedLayer]) -> dict[str, Directions]:
 
 
 def _learned(model: nn.Module) -> dict[str, Learned]:
-    contexts = _all_contexts(model)
-    return {context.names[index]: one for context in contexts for index, one in sorted(context.learned.items())}
+    named = _names(model).items()
+    return {names[index]: one for context, names in named for index, one in sorted(context.learned.items())}
+
+
+def _names(model: nn.Module) -> dict[ModelContext, list[str]]:
+    """Return the names that the modules of each context have in the unwrapped model."""
+    found = {context: [own_name(name) for name in context.names] for context in _all_contexts(model)}
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(module, ConvertedModule) and module.rmm_context is not None:
+            found[module.rmm_context][module.rmm_index] = own_name(name)
+    return found
 
 
 def _code_noise(model: nn.Module) -> dict[str, Any]:
     """Return the modules that take more bits for their codes' noise, and the rounds of looking that are over."""
-    contexts = _all_contexts(model)
-    widened = {c.names[i]: list(one) for c in contexts for i, one in sorted(c.noise.widened.items())}
+    contexts = _names(model)
+    widened = {own[i]: list(one) for c, own in contexts.items() for i, one in sorted(c.noise.widened.items())}
     return {"rounds": min((c.noise.rounds for c in contexts), default=0), "widened": widened}
 
 

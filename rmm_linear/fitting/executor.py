@@ -10,7 +10,7 @@ from torch import nn
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import ScoreSpread
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.exact import revert
+from rmm_linear.conversion.exact import unconvert
 from rmm_linear.conversion.report import ConversionReport
 
 
@@ -35,4 +35,4 @@ class Conversion:
                 one.is_watching = False  # wider codes later would exceed the budget
 
     def detach(self) -> None:
-        revert(self.model)
+        unconvert(self.model)

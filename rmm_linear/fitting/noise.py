@@ -22,7 +22,7 @@ from rmm_linear.variance.passes import Passes, measuring
 DRAWS = 2
 PASSES = 32  # for D²_SGD, at most: of larger batches, several sequences in each
 _PREFIX = "model."
-_IS_SUM = "num_items_in_batch"  # so transformers calls what divides a loss that is a sum over sequences
+_COUNT = "num_items_in_batch"  # so transformers calls what divides a loss that is a sum over sequences
 
 
 @dataclass
@@ -53,8 +53,7 @@ def measure_noise(
     try:
         again = [PlannedBlock(block.name, KEEP if block.writes_input else RECOMPUTE) for block in blocks]
         with restored(model), measuring(model), counting("measuring variance", 1 + len(plans)) as begins:
-            wrapped, batch = _as_mapping(model, example)
-            passes = Passes(wrapped, batch)
+            passes = _passes(model, example)
             names = [name.removeprefix(_PREFIX) for name in passes.trained]
             begins("of the minibatch")
             sgd, exact = _exact(passes, BlockPlan(again).made_for(model))
@@ -130,7 +129,7 @@ class _WithLoss(nn.Module):
     def batch(self) -> dict[str, Any]:
         """The tensors of the batch, by key or by place, and the number that a loss is divided by."""
         items = self.leaves.items() if isinstance(self.leaves, dict) else enumerate(self.leaves)
-        return {str(key): leaf for key, leaf in items if isinstance(leaf, Tensor) or key == _IS_SUM}
+        return {str(key): leaf for key, leaf in items if isinstance(leaf, Tensor) or key == _COUNT}
 
     def call(self, **given: Any) -> Any:
         """Run the model on copies, as it may change what it is given."""
@@ -146,8 +145,8 @@ class _WithLoss(nn.Module):
         return {"loss": loss_of(self.call(**tensors))}
 
 
-def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return a model that returns a loss, and its keyword arguments."""
+def _passes(model: nn.Module, example: Any) -> Passes:
+    """Prepare passes of a model that returns a loss, and is called by keyword."""
     if isinstance(example, LossOfBatch):
         labels = example.batch.get("labels")
         if not isinstance(labels, Tensor) or sequences_in(dict(example.batch)) != len(labels):
@@ -158,4 +157,4 @@ def _as_mapping(model: nn.Module, example: Any) -> tuple[nn.Module, Mapping[str,
     batch = wrapped.batch
     with torch.no_grad():
         output = wrapped.call(**batch)
-    return wrapped, batch if has_loss(output) else {**batch, _IS_SUM: 1}
+    return Passes(wrapped, batch, None if has_loss(output) else True)

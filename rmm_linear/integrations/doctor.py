@@ -22,7 +22,7 @@ from rmm_linear._support.sizes import show_bytes
 from rmm_linear.context.checkpointing import FLAGS, how_to_turn_off, is_checkpointed, uncheckpointed
 from rmm_linear.context.first_steps import shown
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.exact import converted_modules, revert
+from rmm_linear.conversion.exact import converted_modules, unconvert
 from rmm_linear.conversion.explained import explained
 from rmm_linear.conversion.explanation import SHOWN, Explanation
 from rmm_linear.conversion.report import ConversionReport
@@ -204,7 +204,7 @@ class _Examination:
         except torch.OutOfMemoryError:
             pass
         finally:
-            revert(self.model)
+            unconvert(self.model)
         return report, explanation
 
     def _noise(self, asked: bool | None) -> float | None:

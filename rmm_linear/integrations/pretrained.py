@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,18 +96,35 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _without_wrappers(config: RMMConfig, model: nn.Module, layers: dict[str, SketchedLayer]) -> RMMConfig:
-    """Replace the names of ``target_modules`` by those of the unwrapped model."""
-    own = {layer: name for name, layer in layers.items()}
-    names = {name: own[module] for name, module in model.named_modules() if isinstance(module, SketchedLayer)}
-    targets = config.target_modules
-    if isinstance(targets, str):
+    """Replace the names that select modules by those of the unwrapped model."""
+    own = {module: own_name(name) for name, module in unwrapped(model).named_modules()}
+    names = {name: own[module] for name, module in model.named_modules() if module in own}
+    if all(name == one for name, one in names.items()):
         return config
-    entries = dict[str, None]()
-    for target in targets:
-        found = [name for before, name in names.items() if matches([target], before)]
-        same = found == [name for name in names.values() if matches([target], name)]
-        entries |= dict.fromkeys([target] if same else entries_for(found, map(own_name, dict(model.named_modules()))))
-    return config.replace(target_modules=list(entries))
+    sketched = {name: one for name, one in names.items() if one in layers}
+
+    def translated(entries: Iterable[str], names: Mapping[str, str], is_same: Callable[[str, str], bool]) -> list[str]:
+        found = dict[str, None]()
+        for entry in entries:
+            meant = [one for before, one in names.items() if is_same(entry, before)]
+            stays = meant == [one for one in names.values() if is_same(entry, one)]
+            found |= dict.fromkeys([entry] if stays else entries_for(meant, own.values()))
+        return [*found]
+
+    def is_met(entry: str, name: str) -> bool:
+        return matches([entry], name)
+
+    targets, excluded = config.target_modules, config.exclude_modules
+    if not isinstance(targets, str):
+        config = config.replace(target_modules=translated(targets, sketched, is_met))
+    if excluded is not None and not isinstance(excluded, str):
+        config = config.replace(exclude_modules=translated(excluded, names, is_met))
+    overrides = {
+        entry.removeprefix("^"): fields
+        for pattern, fields in config.overrides.items()
+        for entry in translated([pattern], names, lambda one, name: config.override_pattern(name) == one)
+    }
+    return config.replace(overrides=overrides)
 
 
 def convert_as_saved(

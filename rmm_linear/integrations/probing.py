@@ -82,6 +82,8 @@ class ProbeCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Store the rows of this step in the Trainer's log history."""
+        if self._probe is not None:
+            self._probe.settle()
         if rows := self._rows_of(state.global_step):
             found: Any = {_ROWS: [dataclasses.asdict(row) for row in rows], "step": state.global_step}
             if whole := self.results.whole.get(state.global_step):

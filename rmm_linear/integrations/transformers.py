@@ -56,7 +56,7 @@ _ADVICE = (
     f"RMMConfig(operations={[one for one in OPERATIONS if one != 'linear']})."
 )
 _EXACT = (
-    "rmm_linear: the linear layers of this model save their rows as they are, so their variance ratio says nothing. "
+    "rmm_linear: no linear layer of this model is compressed, so their variance ratio says nothing. "
     "RMMCallback(..., whole_every=1) measures that of the whole gradient, all operations together, which takes a pass "
     "over every example of a batch."
 )
@@ -249,8 +249,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Log the medians and the rows of this step, and warn if the noise exceeds the limit."""
         super().on_step_end(args, state, control, **kwargs)
-        rows = self._rows_of(state.global_step)
-        if not rows:
+        rows, whole = self._rows_of(state.global_step), self.results.whole.get(state.global_step)
+        if not rows and whole is None and state.global_step != self._asked:
             return
         medians = self.results.medians(state.global_step)
         is_exact = all(row.rows >= row.tokens and row.sketch_variance == 0 for row in rows)
@@ -259,7 +259,7 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         logs, self._memory = {**medians, **self._memory}, {}
         for row in rows if self.per_layer else ():
             logs.update({f"noise/{row.module}": row.noise, f"alpha/{row.module}": row.alpha})
-        if whole := self.results.whole.get(state.global_step):
+        if whole is not None:
             for operation in whole.stand_ins:
                 logs[f"noise_whole/{operation}"] = whole.whole(operation)
                 by_depth = whole.by_depth(operation).items() if self.per_layer else ()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rmm_linear._support.generators import other_generators, set_other_generators
 from rmm_linear._support.saved_graph import saved_in_graph
 from rmm_linear.memory.ledger import Ledger, StorageKey, storage_key, track_saved
 
@@ -209,17 +208,14 @@ def restored(model: nn.Module, *, buffers: bool = True) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False)
     ]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    numpy = sys.modules.get("numpy")
-    drawn = random.getstate(), None if numpy is None else numpy.random.get_state()
+    drawn = other_generators()
     with torch.random.fork_rng(devices=devices):
         if not model.training:
             model.train()
         try:
             yield
         finally:
-            random.setstate(drawn[0])
-            if numpy is not None:
-                numpy.random.set_state(drawn[1])
+            set_other_generators(drawn)
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():

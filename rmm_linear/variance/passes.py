@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from rmm_linear._support.distributed import is_dtensor, is_fsdp_module
+from rmm_linear._support.generators import States, other_generators, set_other_generators
 from rmm_linear.memory.inputs import sequences_in
 
+_COUNT = "num_items_in_batch"  # so transformers calls what divides a loss that is a sum over tokens
 _IGNORED = -100  # label of tokens that the loss leaves out
 _measuring: ContextVar[bool] = ContextVar("measuring", default=False)
 
@@ -32,7 +34,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     # What is compiled for training would be compiled again for the classes that modules have meanwhile.
     is_compiling = "torch._dynamo" in sys.modules
     eager: Any = torch.compiler.set_stance("force_eager") if is_compiling else nullcontext()
-    token = _measuring.set(True)
+    token, drawn = _measuring.set(True), other_generators()
     try:
         if not model.training:
             model.train()
@@ -40,6 +42,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         _measuring.reset(token)
+        set_other_generators(drawn)
         for module, mode in modes.items():
             module.training = mode
 
@@ -50,9 +53,11 @@ class Passes:
 
     model: nn.Module
     batch: Mapping[str, Any]
+    adds_up: bool | None = None  # whether the loss is a sum over sequences; None finds out
     trained: dict[str, nn.Parameter] = field(init=False)  # name to parameter, of those that require a gradient
     # States of the random number generators by device, with which each pass over the batch begins
     states: dict[torch.device, Tensor] = field(init=False)
+    others: States = field(init=False)  # of Python's and NumPy's
 
     def __post_init__(self) -> None:
         """Find the parameters; raises ValueError if there are none, or they are sharded."""
@@ -69,6 +74,7 @@ class Passes:
         devices = {p.device for p in self.trained.values() if p.device.type == "cuda"}
         self.states = {torch.device("cpu"): torch.get_rng_state()}
         self.states |= {device: torch.cuda.get_rng_state(device) for device in devices}
+        self.others = other_generators()
 
     def gradients(self) -> list[Tensor]:
         """Compute the gradient of the batch, with the same random numbers of the model every time."""
@@ -85,11 +91,10 @@ class Passes:
         count = sequences_in(dict(self.batch))
         if count < 2:
             raise ValueError(f"gradient_noise needs a batch of at least 2 sequences, got {count}.")
+        is_sum = self._adds_up()
         self._rewind()
         size = 1 if at_most is None else -(-count // at_most)
         parts = list(_parts(self.model, self.batch, size))
-        # A loss that is divided by a given number of tokens is a sum over the sequences.
-        is_sum = self.batch.get("num_items_in_batch") is not None
         total = 1.0 if is_sum else sum(weight for _, weight in parts)
         sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in self.trained.values()]
         squares = [0.0] * len(sums)
@@ -103,7 +108,22 @@ class Passes:
         factor = count / size / (n - 1)
         return {name: factor * max(value, 0.0) for name, value in zip(self.trained, spread, strict=True)}
 
+    def _adds_up(self) -> bool:
+        """Say whether the loss is a sum over sequences, divided by a number that is given with the batch.
+
+        transformers gives that number to models whose loss is a mean, too; these ignore it.
+        """
+        if self.adds_up is not None or (count := self.batch.get(_COUNT)) is None:
+            return bool(self.adds_up)
+        losses = list[float]()
+        for factor in (1, 2):
+            self._rewind()
+            with torch.no_grad():
+                losses.append(abs(float(_loss(self.model(**{**self.batch, _COUNT: count * factor})))))
+        return losses[1] < 0.75 * losses[0]  # half of it, but for what is added to it, as a router's loss
+
     def _rewind(self) -> None:
+        set_other_generators(self.others)
         for device, state in self.states.items():
             if device.type == "cpu":
                 torch.set_rng_state(state)

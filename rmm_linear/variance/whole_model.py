@@ -8,14 +8,17 @@ model is converted once; where operations are to be exact, their modules have th
 
 from __future__ import annotations
 
+import logging
 import re
 import statistics
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from rmm_linear._support.progress import counting, expect, reporting
 from rmm_linear._support.reports import Report
@@ -24,11 +27,14 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.config import OPERATIONS, RMMConfig
 from rmm_linear.context.learned import STEPS
 from rmm_linear.conversion.convert import convert
-from rmm_linear.conversion.exact import converted_modules, exact_but, revert, set_aside
+from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside, unconvert
 from rmm_linear.memory.inputs import restored, sequences_in
 from rmm_linear.variance.passes import Passes, measuring
 
+logger = logging.getLogger(__name__)
+
 ALL = "all"
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models of which it is said how BatchNorm is measured
 _OVERHEAD, _CONVERTED = 0.5, 1.5  # of a step: what a pass over one of its sequences adds; a pass of small models
 _NO_ERRORS = "One draw has no standard error, and ratios of a draw differ by tens of per cent: draws=4 gives one."
 _NOISELESS = ("dropout", "logits", "pooling")  # no noise at all, or that of another order of summation
@@ -195,6 +201,9 @@ def gradient_noise(
     "dropout", "pooling" and "logits" are exact, the last but for the order of summation, and are measured by themselves
     only if there is nothing else. Operations that the model has no module of are left out.
 
+    BatchNorm in training mode normalizes each sequence by itself where D²_SGD is measured, so that this is another
+    model's (a warning says so).
+
     Cost: one pass over each sequence, one over the batch, and ``draws`` over the batch for all operations together and
     for each one. Memory: that of an exact step, and about four more copies of the parameters.
 
@@ -216,6 +225,12 @@ def gradient_noise(
     """
     check_integer("draws", draws)
     passes = Passes(model, batch)
+    if model not in _WARNED and any(isinstance(one, _BatchNorm) and one.training for one in model.modules()):
+        _WARNED.add(model)
+        logger.warning(
+            "The minibatch's variance comes from passes over single sequences, by which BatchNorm normalizes there: "
+            "the ratio may be wrong by a factor of two. Set BatchNorm layers to eval mode for the measurement."
+        )
     with reporting("gradient_noise", progress), measuring(model), _converted(passes, config) as learning:
         there = {module.rmm_operation for module in converted_modules(model)}
         alone = [one for one in OPERATIONS if one in there and one not in _NOISELESS] or sorted(there)
@@ -265,7 +280,7 @@ def _converted(passes: Passes, config: RMMConfig | None) -> Iterator[int]:
         try:
             yield STEPS + 2
         finally:
-            revert(model)
+            unconvert(model)
         return
     if config is not None:
         raise ValueError(

@@ -1,12 +1,14 @@
 """Modules whose own code calls functions of PyTorch; gradients of some are in tests/contracts/test_modules.py."""
 
+import json
+
 import pytest
 import torch
 from statistical import assert_unbiased
 from torch import nn
 from torch.nn import functional as F
 
-from rmm_linear import convert, sketch_state
+from rmm_linear import convert, load_sketch_state, sketch_state
 from rmm_linear.activations.calls import PackedCalls, calls_of
 from rmm_linear.config import OPERATIONS
 from rmm_linear.memory import track_saved
@@ -236,6 +238,10 @@ def test_of_several_calls_those_are_exact_that_free_nothing(caplog):
     one, other = torch.autograd.grad(model(x).sum(), [model[0].one, model[0].other])
     assert torch.equal(one, exact[0])
     assert not torch.equal(other, exact[1])
+    again = nn.Sequential(Kept()).train()
+    resumed = convert(again, min_rows=1, operations=("activation",)).context
+    load_sketch_state(again, json.loads(json.dumps(sketch_state(model))))
+    assert resumed.kept_sites == {(0, 1)}
 
 
 def jetmoe():

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from helpers import ALL_ARCHITECTURES, gradients, loss_of, snapshot, tiny_model
+from helpers import ALL_ARCHITECTURES, batch_of, gradients, loss_of, snapshot, tiny_model
 from torch import nn
 
-from rmm_linear import convert
+from rmm_linear import convert, revert, tile
 from rmm_linear.config import OPERATIONS
 from rmm_linear.conversion.exact import converted_modules, exact_but, set_aside
-from rmm_linear.memory import track_saved
+from rmm_linear.memory import explain, track_saved
+from rmm_linear.planning import BlockPlan, PlannedBlock
+from rmm_linear.variance import gradient_noise
 
 
 def step(model, architecture):
@@ -19,6 +21,47 @@ def step(model, architecture):
         loss = loss_of(model, architecture)
     loss.backward()
     return saved.total, {"loss": loss.detach(), **gradients(model)}
+
+
+TRIALS = {
+    "explain": explain,
+    "noise": lambda model, batch: gradient_noise(model, batch, draws=1, by_operation=False),
+    "dry run": lambda model, batch: convert(model, example=batch, dry_run=True),
+    "conversion": lambda model, batch: convert(model, example=batch),
+}
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_a_plan_and_tiles_outlive_a_trial_conversion(trial, has_plan):
+    model, batch = tiny_model("roberta", dropout=0.0).train(), batch_of("roberta") | {"labels": torch.arange(4) % 2}
+    if has_plan:
+        BlockPlan([PlannedBlock("roberta.encoder.layer.0", "recompute")]).apply(model)
+    else:
+        tile(model, rows=64)
+    before = {name: vars(one)["forward"] for name, one in model.named_modules() if "forward" in vars(one)}
+    assert before
+    TRIALS[trial](model, batch)
+    after = {name: vars(one).get("forward") for name, one in model.named_modules() if "forward" in vars(one)}
+    assert after == before
+    revert(model)
+    assert not any("forward" in vars(one) for one in model.modules())
+    assert not converted_modules(model)
+
+
+def test_hooks_go_with_modules_that_were_replaced():
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    before = snapshot(model)
+    convert(model)
+    model[2] = nn.Linear(32, 32)
+    revert(model)
+    assert snapshot(model) == before
+    parts = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert(parts, min_rows=1)
+    revert(parts[0])
+    assert len(parts._forward_pre_hooks) == 1  # for the other
+    revert(parts[1])
+    assert not parts._forward_pre_hooks
 
 
 @pytest.mark.parametrize("architecture", [*ALL_ARCHITECTURES, "resnet"])

@@ -227,6 +227,16 @@ def test_one_entry_without_match_is_logged(caplog):
     assert "exclude_modules: 'valeu' matches no module" in caplog.text
 
 
+@pytest.mark.parametrize(("entry", "is_said"), [("part.1", True), (["part.1"], False), (r"(.*\.)?part\..*", False)])
+@pytest.mark.parametrize("operations", ["linear", "norm"])
+def test_an_exclusion_without_match_is_logged_whatever_its_form(entry, is_said, operations, caplog):
+    whole = nn.ModuleDict({"part": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))})
+    model = nn.ModuleDict({"whole": whole, "norm": nn.LayerNorm(8), "dense": nn.Linear(8, 8)})
+    convert(model, operations=operations, exclude_modules=entry, min_rows=1)
+    assert ("matches no module" in caplog.text) == is_said
+    assert ("did you mean ['part.1']?" in caplog.text) == is_said
+
+
 @pytest.mark.parametrize("model", [nn.Sequential(nn.ReLU()), nn.Module()])
 def test_a_model_without_linears(model):
     with pytest.raises(ValueError, match="convert needs a model with modules inside"):

@@ -11,6 +11,7 @@ import torch
 from fault_helpers import at_write, full_disk, in_a_child, kill, no_room
 from helpers import Mlp
 from state_helpers import WTA, content, learned
+from torch import nn
 
 from rmm_linear import RMMConfig, convert, read_sketch_state, save_sketch_state, sketch_state, sketch_tensors
 from rmm_linear.conversion.state import load_saved_state
@@ -198,6 +199,29 @@ def test_saves_of_a_wrapped_model_and_of_the_model_itself_fit_each_other(tmp_pat
     if wrap is not in_the_middle:
         assert list(convert_as_saved(wrap(twin), tmp_path).converted) == ["first", "second"]
         assert content(twin) == expected
+
+
+@pytest.mark.parametrize("wrap", [one for name, one in WRAPPERS.items() if name != "in the middle"])
+def test_what_was_converted_in_a_wrapper_is_found_in_the_model_itself(tmp_path, wrap):
+    """Also what modules have learned, and names of those that a filter leaves out or that have fields of their own."""
+
+    def made():
+        parts = nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 8)
+        return nn.Sequential(*parts, nn.Linear(8, 8)).train()
+
+    model = wrap(made())
+    prefix = next(name for name, _ in model.named_modules() if name.endswith("0")).removesuffix("0")
+    settings = {"quality": "careful", "overrides": {f"{prefix}0": {"bits": 8}}}
+    report = convert(model, filter=lambda module, name: name != f"{prefix}6", **settings)
+    for _ in range(4):
+        model(torch.randn(4, 50, 32))[:, 0].square().sum().backward()
+    save_conversion(model, tmp_path)
+    again = made()
+    assert list(convert_as_saved(again, tmp_path).converted) == ["0", "2", "5"]
+    assert (again[0].rmm_config.bits, again[2].rmm_config.bits) == (8, report.context.config.bits)
+    saved = sketch_state(again)
+    assert saved["learned"].keys() >= {"0", "5"} or wrap is not torch.nn.DataParallel  # compiled code does not learn
+    assert saved == sketch_state(model)
 
 
 def test_layers_that_an_example_has_left_of_a_wrapped_model_are_found_again(tmp_path):

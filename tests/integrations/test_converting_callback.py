@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 from helpers import tiny_model
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trainer_helpers import Sentences, make_trainer, probed, weights
+from transformers import Trainer, TrainingArguments
 
 from rmm_linear import RMMConfig, convert
 from rmm_linear._support.tables import WIDTH, wrapped
@@ -240,7 +242,35 @@ def test_no_noise_is_said_where_all_linear_layers_save_their_rows_as_they_are(tm
     assert "rmm/noise" not in logged
     said = " ".join(capsys.readouterr().out.split())
     assert "compression to minibatch" not in said
-    assert said.count("save their rows as they are, so their variance ratio says nothing") == 1
+    assert said.count("no linear layer of this model is compressed, so their variance ratio says nothing") == 1
+
+
+class _Convolutions(nn.Module):
+    """A network without a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(2, 16), nn.ReLU(), nn.Conv2d(16, 2, 1))
+
+    def forward(self, pixels, labels=None):
+        logits = self.parts(pixels)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("whole_every", [None, 1])
+def test_a_model_without_linear_layers_trains(whole_every, tmp_path, capsys):
+    rows = [{"pixels": torch.randn(3, 16, 16), "labels": torch.randint(0, 2, (16, 16))} for _ in range(16)]
+    callback = RMMCallback(convert=RMMConfig(), every=2, whole_every=whole_every)
+    settings = {"max_steps": 4, "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 4}
+    trainer = Trainer(
+        _Convolutions(), TrainingArguments(tmp_path, **settings), train_dataset=rows, callbacks=[callback]
+    )
+    trainer.train()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "saved for backward: " in said
+    assert ("no linear layer of this model is compressed" in said) == (whole_every is None)
+    assert any("rmm/noise_whole/all" in one for one in trainer.state.log_history) == (whole_every == 1)
+    assert any("rmm/kept_bytes" in one for one in trainer.state.log_history)
 
 
 def test_a_model_that_trains_nothing_is_named(caplog):

@@ -1,5 +1,8 @@
 """gradient_noise: measured noise of a whole gradient equals the closed forms where there are some."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from helpers import enable_checkpointing, snapshot, tiny_model, token_ids
@@ -11,7 +14,7 @@ from rmm_linear import RMMLinear, convert
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.learned import STEPS
 from rmm_linear.variance import sgd_variance, sketch_variance
-from rmm_linear.variance.passes import Passes, _parts
+from rmm_linear.variance.passes import Passes, _parts, measuring
 from rmm_linear.variance.whole_model import gradient_noise
 
 
@@ -155,6 +158,52 @@ def test_a_loss_divided_by_the_number_of_items_is_a_sum_over_sequences():
     )
     assert total.stand_ins["all"] == pytest.approx(mean.stand_ins["all"], rel=1e-3)
     assert sum(total.sgd.values()) == pytest.approx(sum(mean.sgd.values()), rel=1e-3)
+
+
+class _Mean(nn.Module):
+    """A classifier whose loss is a mean, whatever number it is given; with noise from NumPy, and BatchNorm if asked."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.dense, self.norm, self.head = nn.Linear(6, 32), norm, nn.Linear(32, 3)
+
+    def forward(self, x, labels, num_items_in_batch=None):
+        hidden = self.norm(self.dense(x + random.random() + numpy.random.rand()))  # noqa: NPY002
+        return {"loss": nn.functional.cross_entropy(self.head(hidden.tanh()), labels)}
+
+
+def test_a_mean_stays_one_whatever_number_of_items_is_given():
+    """transformers' Trainer gives it to models that ignore it."""
+    batch = {"x": torch.randn(16, 6), "labels": torch.arange(16) % 3}
+    found = [Passes(_Mean(nn.Identity()).train(), {**batch, **more}) for more in ({}, {"num_items_in_batch": 16})]
+    found[1].model.load_state_dict(found[0].model.state_dict())
+    found[1].others = found[0].others
+    assert found[1].sgd_variance() == pytest.approx(found[0].sgd_variance(), rel=1e-6)
+
+
+def test_numbers_of_python_and_numpy_repeat_and_go_on():
+    model, batch = _Mean(nn.Identity()).train(), {"x": torch.randn(16, 6), "labels": torch.arange(16) % 3}
+    drawn = random.getstate(), numpy.random.get_state()[1].tolist()  # noqa: NPY002
+    with measuring(model):
+        passes = Passes(model, batch)
+        found = [passes.gradients() for _ in range(2)]
+    assert all(map(torch.equal, *found))
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == drawn  # noqa: NPY002
+
+
+def test_a_batch_that_is_normalized_is_said_to_be_another_one_by_one(caplog):
+    batch = {"x": torch.randn(16, 6), "labels": torch.arange(16) % 3}
+    model = _Mean(nn.GroupNorm(1, 32)).train()
+    gradient_noise(model, batch, RMMConfig(min_rows=1), draws=1)
+    assert "BatchNorm" not in caplog.text
+    model = _Mean(nn.BatchNorm1d(32)).train()
+    with pytest.raises(ValueError, match="more than 1 value"):
+        gradient_noise(model, batch, RMMConfig(min_rows=1), draws=1)
+    assert sum("BatchNorm" in one for one in caplog.messages) == 1
+    caplog.clear()
+    model.norm.eval()
+    gradient_noise(model, batch, RMMConfig(min_rows=1), draws=1)
+    assert "BatchNorm" not in caplog.text
 
 
 def test_answers_are_not_cut_where_questions_are_padded():

@@ -62,12 +62,14 @@ class ProbeCall:
         x: Tensor,
         mask: Tensor | None,
         config: RMMConfig,
+        *,
+        is_exact: bool = False,
     ) -> ProbeCall:
         """Record a call that has just been made, with input (*, I)."""
         weight: Any = module.weight if isinstance(module, nn.Linear) else module.weight.t()  # pyright: ignore
         itemsize = (autocast_dtype(x.device.type, x.dtype) or x.dtype).itemsize
         valid = None if mask is None or not config.mask_padding else int(mask.count_nonzero())
-        spec = None if _stays_exact(module) else spec_for(x.shape, itemsize, weight, config, valid)
+        spec = None if is_exact or _stays_exact(module) else spec_for(x.shape, itemsize, weight, config, valid)
         width = None if spec is None else spec.bits
         expected = _expected(module, x) if spec is not None and spec.samples_rows(x.shape[:-1].numel()) else None
         width = width or 8 * itemsize
@@ -118,10 +120,12 @@ class ProbeCall:
 
 
 def _stays_exact(module: nn.Module) -> bool:
-    """Say whether activation checkpointing will recompute the call; layers then stay exact unless told otherwise."""
-    if not isinstance(module, SketchedLayer) or module.rmm_config.checkpointed != "exact":
+    """Say whether a layer saves its input: where a code frees nothing, and where checkpointing runs the call again."""
+    if not isinstance(module, SketchedLayer):
         return False
-    return not torch.is_grad_enabled() or in_checkpoint()
+    if module.rmm_context is not None and module.rmm_index in module.rmm_context.kept_anyway:
+        return True
+    return module.rmm_config.checkpointed == "exact" and (not torch.is_grad_enabled() or in_checkpoint())
 
 
 def _expected(module: nn.Module, x: Tensor) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import weakref
 from bisect import insort_left
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
 from rmm_linear.context.surroundings import in_backward, in_checkpoint, runs_again
+from rmm_linear.conversion.exact import converted_modules
 from rmm_linear.layers.linear import SketchedLayer
 from rmm_linear.variance.passes import is_measuring
 from rmm_linear.variance.probe.call import ProbeCall, is_trained, sample
@@ -33,10 +35,10 @@ class GradientProbe(ProbeResults):
     """Computes D²_SGD, D²_sketch and α of a model's linear layers on a few steps of its training.
 
     A context manager around a training loop; both passes of a step must be inside. It probes every n-th forward pass in
-    training mode with gradients, or the next one after :meth:`arm`. On such a pass X is held from the layer's call
-    until its output gradient Y arrives (under activation checkpointing from its recomputation). The weight gradient is
-    unchanged: nothing is written into tensors and no random number is drawn. On other passes, the cost is one hook on
-    the model. After the backward pass only floats remain, in ``rows``.
+    training mode with gradients, or the next one after :meth:`arm`, which a compiled model needs. On such a pass X is
+    held from the layer's call until its output gradient Y arrives (under activation checkpointing from its
+    recomputation). The weight gradient is unchanged: nothing is written into tensors and no random number is drawn. On
+    other passes, the cost is one hook on the model. After the backward pass only floats remain, in ``rows``.
 
     For a sketched layer the sketch is the layer's own, with its mask and its norm estimator's prediction. For other
     linear layers it is the sketch that ``config`` would give them, without a prediction. The rounding term of packed
@@ -67,7 +69,8 @@ class GradientProbe(ProbeResults):
         draws: Gradients of the converted model for that, for all operations together and for each one.
 
     Attributes:
-        passes: Number of forward passes so far, in training mode and with gradients.
+        passes: Number of forward passes so far, in training mode and with gradients; with ``every=None``, of those that
+            were armed, and some after them.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -106,13 +109,18 @@ class GradientProbe(ProbeResults):
         self._probed = 0
         self._config = (config or RMMConfig()).replace(overrides={} if config is None else config.overrides)
         self._modules = choose_layers(model, modules, self._config)
+        is_converted = modules is None and config is None and bool(converted_modules(model))
+        # A converted model saves the rows of linear layers that it leaves alone
+        self._are_exact = is_converted and not any(isinstance(one, SketchedLayer) for one in self._modules.values())
         self._order = {name: place for place, name in enumerate(self._modules)}
         self._armed: int | None = None
         self._at_most: int | None = None
         self._arms_whole: bool | None = None
         self._step: int | None = None  # number of the probed pass
         self._warned = self._warned_whole = False
+        self._is_entered = False
         self._root: RemovableHandle | None = None
+        self._eager: Any = None  # while compiled code is to run as it is written
         self._handles: list[RemovableHandle] = []
         self._context: ModelContext | None = None  # for models without a context of their own
         self._calls: weakref.WeakSet[ProbeCall] = weakref.WeakSet()  # weak: calls belong to their graphs
@@ -120,21 +128,38 @@ class GradientProbe(ProbeResults):
 
     def __enter__(self) -> GradientProbe:
         """Start counting forward passes."""
-        if self._root is not None:
+        if self._is_entered:
             raise RuntimeError("A GradientProbe can be entered once at a time, and this one is. Make another one.")
-        self._root = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._is_entered = True
+        if self.every is not None:
+            self._look()
         return self
+
+    def _look(self) -> None:
+        if self._root is None:
+            self._root = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    def settle(self) -> None:
+        """Remove all hooks after a step that was probed by :meth:`arm`, so that a compiled model is whole again."""
+        self._unwatch()
+        if self.every is None and self._armed is None and self._root is not None:
+            self._root.remove()
+            self._root = None
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
 
     def __exit__(self, *exception: object) -> None:
         """Remove all hooks, and release calls that still wait for a backward pass."""
+        was_asked, self._armed = self.every is not None or self._armed is not None, None
+        self.settle()
         if self._root is not None:
             self._root.remove()
             self._root = None
-        self._unwatch()
         for call in list(self._calls):
             call.close()
-        self._armed = self._step = None
-        if exception[:1] == (None,) and not self.passes:
+        self._step, self._is_entered = None, False
+        if exception[:1] == (None,) and not self.passes and was_asked:
             logger.warning(
                 "GradientProbe saw no forward pass of %s in training mode with gradients. It must be given the module "
                 "that is called, the outermost one.",
@@ -150,9 +175,13 @@ class GradientProbe(ProbeResults):
             at_most: Probe so many of the trained layers at most, evenly spread; None probes all.
         """
         self._armed, self._arms_whole, self._at_most = step, whole, at_most
+        if self._is_entered:
+            self._look()
+        if self._eager is None and "torch._dynamo" in sys.modules:  # a compiled model would be compiled with all hooks
+            self._eager = torch.compiler.set_stance("force_eager")
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_backward() or is_measuring():
+        if torch.compiler.is_compiling() or in_backward() or is_measuring():
             return
         self._step = None
         for call in self._recomputed:  # left over from an interrupted backward pass
@@ -249,7 +278,7 @@ class GradientProbe(ProbeResults):
         else:
             config, context = self._config.for_module(name), self._context
         mask = None if context is None else context.known_mask(x.shape[:-1])
-        return ProbeCall.of(self._step or 0, name, module, x, mask, config)
+        return ProbeCall.of(self._step or 0, name, module, x, mask, config, is_exact=self._are_exact)
 
     def _find(self, name: str, x: Tensor, *, hooked: bool) -> ProbeCall | None:
         """Return the call that is recomputed; if several are pending, the one with the same input."""

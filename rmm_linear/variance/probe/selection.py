@@ -20,6 +20,8 @@ from rmm_linear.variance.whole_model import GradientNoise, gradient_noise
 def choose_layers(model: nn.Module, modules: str | Sequence[str] | None, config: RMMConfig) -> dict[str, nn.Module]:
     names = {module: name for name, module in model.named_modules() if name}
     linears = {n: m for m, n in names.items() if isinstance(m, SketchedLayer) or type(m) is nn.Linear or is_conv1d(m)}
+    if not linears and modules is None and converted_modules(model):
+        return {}  # the whole gradient alone is measured
     if not linears:
         raise ValueError(
             f"GradientProbe needs a model with linear layers inside, got {type(model).__name__} without any. Wrap a "

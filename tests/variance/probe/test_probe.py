@@ -120,6 +120,25 @@ def test_the_code_is_that_of_the_configuration(fields, bits, rows, is_converted)
     assert [(row.bits, row.rows) for row in probe.rows] == [(bits, rows)]
 
 
+def test_a_layer_that_is_exact_adds_no_noise():
+    """As a code would free nothing there, or as the configuration leaves linear layers alone."""
+    x = torch.randn(4, 100, 64)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).train()
+    context = convert(model, operations=["linear"]).context
+    for _ in range(3):
+        model(x).square().mean().backward()
+    assert {context.names[index] for index in context.kept_anyway} == {"2"}
+    with GradientProbe(model, every=1) as probe:
+        model(x).square().mean().backward()
+    assert {row.module: row.sketch_variance > 0 for row in probe.rows} == {"0": True, "2": False}
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).train()
+    convert(model, operations=["activation"])
+    for config, is_noisy in ((None, False), (RMMConfig(), True)):
+        with GradientProbe(model, every=1, config=config) as probe:
+            model(x).square().mean().backward()
+        assert [row.sketch_variance > 0 for row in probe.rows] == [is_noisy] * 2
+
+
 @pytest.mark.parametrize(
     ("shape", "samples"), [((4, 10, 12), (4, 10)), ((40, 12), None), ((1, 40, 12), None), ((2, 4, 5, 12), (2, 20))]
 )

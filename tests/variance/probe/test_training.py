@@ -103,6 +103,28 @@ def test_no_hook_stays_between_probes_but_one_on_the_model():
     assert snapshot(model) == before
 
 
+def test_a_compiled_model_is_whole_but_where_it_is_probed():
+    """No hook is there to be traced, and a pass that is probed runs as it is written."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = Mlp()
+    with GradientProbe(model, every=None, config=CONFIG) as probe:
+        compiled = torch.compile(model, backend=backend)
+        for step in range(1, 7):
+            if step % 3 == 0:
+                probe.arm(step)
+            compiled(torch.randn(40, 12)).sum().backward()
+            if step % 3 == 0:
+                probe.settle()
+    assert len(graphs) == 1
+    assert {row.step for row in probe.rows} == {3, 6}
+    assert torch.compiler.is_compiling() is False
+
+
 # Steps that go wrong
 
 

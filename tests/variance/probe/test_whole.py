@@ -137,7 +137,7 @@ def test_a_batch_that_cannot_be_used_is_reported_once_and_training_goes_on(call,
                 output.backward()
         model(**batch)["loss"].backward()
     assert list(probe.whole) == [3]
-    (record,) = caplog.records
+    (record,) = [one for one in caplog.records if "BatchNorm" not in one.message]
     assert record.getMessage().startswith("Step 1: the variance ratio of the whole gradient is not measured: ")
     assert reason in record.getMessage()
 
