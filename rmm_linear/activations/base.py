@@ -12,6 +12,11 @@ from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
 
+def is_setting(name: str, value: object) -> bool:
+    """Say whether an attribute, given another value, may change what a module computes."""
+    return isinstance(value, int | float | str) and name != "training" and not name.startswith(("_", "rmm_"))
+
+
 class PackedModule(ConvertedModule):
     """Base class of modules that save packed activations. Used through :func:`joined_class`."""
 

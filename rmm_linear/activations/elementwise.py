@@ -29,12 +29,14 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
-from rmm_linear.activations.base import PackedModule, SavingCall
+from rmm_linear.activations.base import PackedModule, SavingCall, is_setting
 from rmm_linear.activations.gated import gated_bits
+from rmm_linear.activations.gated_parts import width_of
 from rmm_linear.activations.own_forward import HOOKS, Passed, has_hooks_of_others, intercepted
 from rmm_linear.activations.region_run import Different
 from rmm_linear.config import RMMConfig
-from rmm_linear.layers.function import SavingFunction, as_no_view, graph_leaves
+from rmm_linear.layers.converted import original_of
+from rmm_linear.layers.function import SavingFunction, as_new, graph_leaves
 from rmm_linear.ops.regions import pack_source, unpack_source
 from rmm_linear.sketches.seeds import draw_seed, seeds_of
 
@@ -60,12 +62,26 @@ class PackedElementwise(PackedModule):
 
     rmm_operation = "activation"
     rmm_form: ElementwiseForm  # where the code begins and ends
+    rmm_learns_rows = False  # what is saved has all rows, padding too
 
     def _set_up(
         self, config: RMMConfig | None, *arguments: Any, form: ElementwiseForm | None = None, **named: Any
     ) -> None:
         super()._set_up(config, *arguments, **named)
         self.rmm_form = form or ElementwiseForm()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Look again whether the module is elementwise, with another value of a setting."""
+        is_changed = is_setting(name, value) and "rmm_form" in vars(self) and getattr(self, name, value) != value
+        super().__setattr__(name, value)
+        if is_changed:
+            original = object.__new__(original_of(type(self)))
+            vars(original).update(vars(self))
+            widths = {one: width_of(self.get_submodule(one)) for one in self.rmm_form.linears}
+            form = elementwise_form(original, {one: width for one, width in widths.items() if width is not None})
+            vars(self)["rmm_is_other"] = form != self.rmm_form
+            if form != self.rmm_form:
+                self._say_exact(f"with {name}={value!r}, its code is not elementwise as it was")
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Apply the module; exactly in compiled code, which would fix the derivatives' graph."""
@@ -75,9 +91,9 @@ class PackedElementwise(PackedModule):
         has_rows = is_tensor and is_dense(input) and input.dim() > 0 and input.is_floating_point()
         if not self.training or torch.compiler.is_compiling() or not has_rows:
             return super().forward(*args, **named)
-        call = self._packed_call(tuple(input.shape[:-1]), input.device)
+        call = self._packed_call((), input.device)
         is_trained = input.requires_grad or any(one.requires_grad for one in self.parameters())
-        is_exact = call.is_exact or "rmm_is_exact" in vars(self)
+        is_exact = call.is_exact or "rmm_is_exact" in vars(self) or vars(self).get("rmm_is_other", False)
         if not is_exact and has_hooks_of_others(self, self.rmm_form.linears, HOOKS):
             self._say_exact("hooks of its linear layers may read what has no graph")
             is_exact = True
@@ -232,7 +248,7 @@ class ElementwiseFunction(SavingFunction):
         ctx.call, ctx.bits, ctx.how, ctx.dtype = call, bits, how, output.dtype
         ctx.parameters = [(one.shape, one.dtype) for one in inputs[len(how) :]]
         ctx.save_for_backward(*stored)
-        return as_no_view(output)
+        return as_new(output)  # an input, which the function would return as a view of itself
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear._support.layouts import as_shape, is_dense
-from rmm_linear.activations.base import PackedModule, SavingCall
+from rmm_linear.activations.base import PackedModule, SavingCall, is_setting
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 from rmm_linear.activations.pointwise import is_composed, square_of_sums
 from rmm_linear.config import RMMConfig
@@ -20,6 +21,8 @@ from rmm_linear.ops.dispatch import runs_fused
 from rmm_linear.ops.gated import apply_gated, gate_and_pack, gated_scales, keep_gated
 from rmm_linear.packing import weighted_variance
 from rmm_linear.packing.gated import ACTIVATIONS
+
+logger = logging.getLogger(__name__)
 
 
 class PackedGatedMLP(PackedModule):
@@ -38,6 +41,8 @@ class PackedGatedMLP(PackedModule):
     rmm_parts: GatedParts
     rmm_is_composed: bool
     rmm_act: tuple[type[nn.Module], tuple[tuple[str, object], ...]]
+    rmm_settings: dict[str, object]  # of the module itself, as it was when its parts were found
+    rmm_is_other: bool  # whether some have other values now
 
     def _set_up(
         self,
@@ -51,6 +56,8 @@ class PackedGatedMLP(PackedModule):
         if found is None:
             raise ValueError(f"{type(self).__name__} is no gated MLP: gated_parts finds no parts in it.")
         self._note_act(found.act_of(self), found)
+        self.rmm_settings = {name: one for name, one in vars(self).items() if is_setting(name, one)}
+        self.rmm_is_other = False
 
     def _note_act(self, act: nn.Module, parts: GatedParts) -> None:
         self.rmm_parts, self.rmm_is_composed = parts, is_composed(act)
@@ -70,6 +77,17 @@ class PackedGatedMLP(PackedModule):
             )
         self._note_act(act, dataclasses.replace(self.rmm_parts, activation=activation))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Run the module's own code where a setting has another value than when its parts were found."""
+        before = getattr(self, name, value)
+        super().__setattr__(name, value)
+        if is_setting(name, value) and "rmm_settings" in vars(self):
+            self.rmm_settings.setdefault(name, before)
+            is_other = any(getattr(self, one, None) != known for one, known in self.rmm_settings.items())
+            if is_other and not self.rmm_is_other:
+                logger.warning("A gated MLP runs exactly: its %s is %r now, and was %r.", name, value, before)
+            self.rmm_is_other = is_other
+
     def exact_forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -80,7 +98,7 @@ class PackedGatedMLP(PackedModule):
             return self.exact_forward(*args, **kwargs)
         (x,) = values
         call = self._packed_call(tuple(x.shape[:-1]), x.device)
-        if call.is_exact or not torch.is_grad_enabled():
+        if call.is_exact or self.rmm_is_other or not torch.is_grad_enabled():
             return self.exact_forward(*args, **kwargs)
         a, b = self.rmm_parts.gate_and_up(self, x)
         act = self.rmm_parts.act_of(self)

@@ -65,23 +65,38 @@ class LazyLogits(Tensor):
 
     _source: Source
     _value: Tensor | None
+    _version_read: int  # of the value, when it was computed
+    _viewed: LazyLogits | None  # the logits that these are a view of, by _view
+    _view: Callable[[Tensor], Tensor]
+    _like: Tensor  # without memory, and with the strides that they have
     _hooks: OrderedDict[int, Callable[[Tensor], Tensor | None]]
 
     @staticmethod
-    def __new__(cls, source: Source) -> LazyLogits:
-        """Make logits; nothing is computed."""
+    def __new__(
+        cls, source: Source, viewed: LazyLogits | None = None, view: Callable[[Tensor], Tensor] = Tensor.detach
+    ) -> LazyLogits:
+        """Make logits, which may be a view of others; nothing is computed."""
         shape = (*source.rows.shape[:-1], source.head.weight.shape[0])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=source.dtype, device=source.rows.device)  # pyright: ignore[reportAttributeAccessIssue]
         made._source, made._value, made._hooks = source, None, OrderedDict()
+        made._viewed, made._view, made._version_read = viewed, view, 0
+        made._like = torch.empty(shape, device="meta") if viewed is None else view(viewed._like)
         return made
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, *arguments: Any) -> None:
         """Do nothing; see ``__new__``."""
 
     def read(self) -> Tensor:
         """Compute the logits, once."""
         if self._value is not None:
             return self._value
+        value = self._computed() if self._viewed is None else self._view(self._viewed.read())
+        if self._hooks:
+            value.register_hook(self._run_hooks)
+        self._value, self._version_read = value, value._version
+        return value
+
+    def _computed(self) -> Tensor:
         source = self._source
         if source.head.weight is not source.weight or source.weight._version != source.version:
             raise RuntimeError(_READ)
@@ -90,10 +105,13 @@ class LazyLogits(Tensor):
             value = getattr(source.head, "exact_forward", source.head.forward)(source.hidden)  # reverted since: its own
             for step in source.steps:
                 value = step(value)
-        if self._hooks:
-            value.register_hook(self._run_hooks)
-        self._value = value
         return value
+
+    def _is_written(self) -> bool:
+        """Say whether something was written into these logits, or into those that they are a view of."""
+        if self._value is not None and self._value._version != self._version_read:
+            return True
+        return self._viewed is not None and self._viewed._is_written()
 
     def _defer(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         handle = RemovableHandle(self._hooks)
@@ -114,7 +132,7 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, LazyLogits) and first._value is None:
+        if isinstance(first, LazyLogits) and first._value is None and not first._is_written():
             if func == _REQUIRES_GRAD:
                 return first._source.is_tracked
             if func is Tensor.register_hook and first._source.is_tracked:
@@ -156,14 +174,15 @@ _QUOTIENTS = (Tensor.div, Tensor.__truediv__, torch.div)
 def _step(func: Any, logits: Any, *args: Any, **kwargs: Any) -> LazyLogits | None:
     """Return the logits after a step that the loss can take too; None for any other."""
     source, changed, mode = logits._source, None, torch.is_grad_enabled()
-    if func is Tensor.contiguous and not args and not kwargs:
-        return logits
-    if func in _VIEWS and not kwargs:
-        shape = tuple(func(torch.empty(logits.shape, device="meta"), *args).shape)
+    is_view = func is Tensor.contiguous and not args and not kwargs
+    if is_view:
+        changed = {}
+    elif func in _VIEWS and not kwargs:
+        shape = tuple(func(logits._like, *args).shape)
         if shape[-1] == logits.shape[-1]:
-            changed = {"rows": source.rows.reshape(*shape[:-1], source.rows.shape[-1])}
+            changed, is_view = {"rows": source.rows.reshape(*shape[:-1], source.rows.shape[-1])}, True
     elif func is Tensor.__getitem__ and _keeps_columns(args[0], logits.dim()):
-        changed = {"rows": source.rows[args[0]]}
+        changed, is_view = {"rows": source.rows[args[0]]}, True
     elif func is Tensor.clone and not args and not kwargs:  # of DDP, of all outputs
         changed = {}
     elif (func is Tensor.float and not args) or (func is Tensor.to and args in ((torch.float32,), (source.dtype,))):
@@ -182,7 +201,11 @@ def _step(func: Any, logits: Any, *args: Any, **kwargs: Any) -> LazyLogits | Non
         with torch.set_grad_enabled(mode):
             return func(value, *args, **kwargs)
 
-    return LazyLogits(replace(source, **changed, steps=(*source.steps, again), is_tracked=source.is_tracked and mode))
+    steps, is_tracked = (*source.steps, again), source.is_tracked and mode
+    made = replace(source, **changed, steps=steps, is_tracked=is_tracked)
+    like = again(logits._like) if is_view else None
+    is_view = like is logits._like or (like is not None and like._base is not None)  # not a copy, as of a cut's rows
+    return LazyLogits(made, logits, again) if is_view else LazyLogits(made)
 
 
 def _number(source: Source, is_quotient: bool, number: float) -> dict[str, Any] | None:

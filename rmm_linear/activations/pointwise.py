@@ -14,7 +14,7 @@ from rmm_linear._support.layouts import MemoryLayout, as_shape, is_dense
 from rmm_linear.activations.base import PackedModule, SavingCall
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
-from rmm_linear.layers.converted import _PAIRS
+from rmm_linear.layers.converted import original_of
 from rmm_linear.layers.function import SavingFunction, square_of
 from rmm_linear.ops.derivatives import activate_and_pack, apply_derivative, pack_derivative
 from rmm_linear.ops.dispatch import is_read, runs_fused
@@ -73,7 +73,7 @@ class PackedActivation(PackedModule):
         if name == "training" or name.startswith(("_", "rmm_")):
             return super().__setattr__(name, value)
         before: Any = getattr(self, name, None)
-        kind = _original(type(self))
+        kind = original_of(type(self))
         super().__setattr__(name, value)
         found = _TORCH[kind](self) if kind in _TORCH else _try_on_grid(kind, self)
         if found is None:
@@ -176,7 +176,7 @@ def is_composed(module: nn.Module) -> bool:
     own classes, and those that call one of its functions such as transformers' GELUActivation, are not composed: their
     output has the dtype of the input, under autocast too.
     """
-    kind = _original(type(module))
+    kind = original_of(type(module))
     if kind in _TORCH:
         return False
     x = torch.linspace(-4, 4, 16, dtype=torch.bfloat16, device="cpu")
@@ -206,7 +206,7 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
     PyTorch's own classes say it by their class and attributes. The classes of transformers' ``ACT2FN``, if it is
     imported, are tried on a grid in float64, function values and derivatives; modules with parameters are not.
     """
-    kind = _original(type(module))
+    kind = original_of(type(module))
     if kind in _TORCH:
         return _TORCH[kind](module)
     if kind not in _transformers_classes() or any(True for _ in module.parameters()):
@@ -217,10 +217,6 @@ def pointwise_function(module: nn.Module) -> Pointwise | None:
     if key not in _found:
         _found[key] = _try_on_grid(kind, module)
     return _found[key]
-
-
-def _original(kind: type[nn.Module]) -> type[nn.Module]:
-    return _PAIRS[kind][1] if kind in _PAIRS else kind
 
 
 def _transformers_classes() -> set[type]:

@@ -31,6 +31,7 @@ from rmm_linear.activations.region_run import (
     Filled,
     RegionForm,
     RegionRun,
+    alone,
     exact_inside,
     intercepted,
     random_kept,
@@ -126,7 +127,15 @@ def look(
     # An output that a node of its own saved as it is would be kept for ever.
     identity = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     kept = _buffers_kept(module) if is_checked else nullcontext({})
-    with identity, running_again(), random_kept(device), exact_inside(module), torch.enable_grad(), kept as buffers:
+    with (
+        alone,
+        identity,
+        running_again(),
+        random_kept(device),
+        exact_inside(module),
+        torch.enable_grad(),
+        kept as buffers,
+    ):
         state = random_state(device)
         try:
             return _look(module, linears, original, arguments, state, buffers if is_checked else None)
@@ -277,7 +286,8 @@ def _detached(arguments: Arguments) -> Arguments:
 
 
 def _directions(value: Tensor) -> Tensor:
-    numbers = torch.randn(value.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    generator = torch.Generator("cpu").manual_seed(0)
+    numbers = torch.randn(value.shape, generator=generator, dtype=torch.float32, device="cpu")
     return numbers.to(value.device, value.dtype)
 
 
@@ -290,6 +300,8 @@ def _found(arguments: Arguments, calls: Sequence[_Call], last: int) -> tuple[Reg
     is_argument = [id(x) in given for _, x, _, _ in calls]
     if not last:  # in a kernel that is no function of PyTorch: the last layer is the sink, unless it reads an argument
         last = len(calls) - (0 if is_argument[-1:] == [True] else 1)
+    while 0 < last < len(calls) and is_argument[last]:
+        last += 1  # values, made behind the scores
     if last < 1:
         return RegionForm(reason="no linear layer was called before its softmax"), []
     sink = calls[last][0] if last < len(calls) else None

@@ -36,7 +36,7 @@ from rmm_linear.activations.region_arguments import (
 )
 from rmm_linear.activations.region_slices import DRAWS, WHOLE, Cut, Part, Slices, Sums
 from rmm_linear.context.surroundings import running_again
-from rmm_linear.layers.function import SavingFunction, as_no_view
+from rmm_linear.layers.function import SavingFunction, as_new
 from rmm_linear.ops.regions import pack_source, unpack_source
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
@@ -115,7 +115,9 @@ class RegionRun:
         first = next(one for one in tree_leaves(self.arguments) if isinstance(one, Tensor) and one.is_floating_point())
         self.device, self.autocast = first.device, autocast_now([first.device.type])
         self.modes = [one.training for one in self.module.modules()]
-        self.own = {name: one for name, one in own_parameters(self.module, self.linears).items() if one.requires_grad}
+        with alone:  # or another thread's replay has others in their place
+            own = own_parameters(self.module, self.linears)
+        self.own = {name: one for name, one in own.items() if one.requires_grad}
         self.given = {one.untyped_storage()._cdata for one in tree_leaves(self.arguments) if isinstance(one, Tensor)}
         before = random_state(self.device)
         torch.set_grad_enabled(self.form.reads or self.form.derives)
@@ -123,7 +125,7 @@ class RegionRun:
             kernels = sdpa_kernel(SDPBackend.MATH) if self.form.is_plain else nullcontext()
             # What a later source reads saves for its own backward pass, and nothing else does.
             inside = nullcontext() if self.form.reads else exact_inside(self.module, self.linears)
-            with _alone, inside, intercepted(self.module, self.linears, self._called), self._caching(), kernels:
+            with alone, inside, intercepted(self.module, self.linears, self._called), self._caching(), kernels:
                 output = self.original(*positional(self.arguments), **named(self.arguments))
         except (Filled, Different):
             set_random_state(self.device, before)
@@ -318,7 +320,7 @@ def reaches(value: Tensor, outputs: Sequence[Tensor]) -> bool:
 
 
 # Held by a region that runs: a replay swaps a module's own parameters, and both read and set random states.
-_alone = threading.RLock()
+alone = threading.RLock()
 
 
 class RegionFunction(SavingFunction):
@@ -336,7 +338,7 @@ class RegionFunction(SavingFunction):
         states = [run.drawn[place] for place in ctx.drawn]
         ctx.save_for_backward(*run.stored, *tensors, *states, *run.own.values())
         ctx.set_materialize_grads(False)
-        return as_no_view(value)
+        return as_new(value)  # an input, which the function would return as a view of itself
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -355,7 +357,7 @@ class RegionFunction(SavingFunction):
         cut = ctx.cut if ctx.cut.total and y.dim() and y.shape[0] % ctx.cut.total == 0 else WHOLE
         ratio, of_sources = y.shape[0] // cut.total if cut.total else 0, [cut.source(i) for i in range(calls)]
         swapped, sums = _reparametrize_module(run.module, dict(zip(run.own, own, strict=True))), Sums(cut)
-        with _alone, torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
+        with alone, torch.enable_grad(), autocast_as(run.autocast, cached=False), random_kept(y.device), swapped:
             for part in cut.parts():
                 pairs = zip(decoded, of_sources, strict=True)
                 outs = [part.of(one, source).detach().requires_grad_() for one, source in pairs]

@@ -18,6 +18,7 @@ from rmm_linear.context.surroundings import in_backward
 logger = logging.getLogger(__name__)
 
 CHECKPOINTED = "checkpointed"
+_ALONE = "alone"
 MOST_WAITS = 64  # forward passes in a row
 _PART = 0.1  # of the converted modules, of which more would be a warning
 WAITING = (
@@ -46,9 +47,18 @@ class StepChecks:
     def aside(self) -> StepChecks:
         """Return checks for passes that are no training steps, in which a part of the modules may be exact."""
         silent = StepChecks(self._names, self._min_rows)
-        silent.said.add(CHECKPOINTED)
+        silent.said |= {CHECKPOINTED, _ALONE}
         silent.is_done = True
         return silent
+
+    def note_alone(self, index: int) -> None:
+        """Note that a module runs outside of the forward pass of the model that was converted."""
+        self._say(
+            _ALONE,
+            f"{self._names[index]} is trained outside of a forward pass of the model that was converted. Such a pass "
+            "shares codes among layers, and decides in the first steps what needs more bits: neither happens, and "
+            "dropout draws other numbers. Convert the module that the training loop calls.",
+        )
 
     def note_checkpointed(self, index: int) -> None:
         """Note that activation checkpointing recomputes a module, which stays exact therefore."""

@@ -176,12 +176,12 @@ class ScoreSpread(Learned):
             error = torch.where(is_seen, decoded.float() - exact.float(), 0)
             count = is_seen.sum(-1, keepdim=True).clamp_min(1)
             error = torch.where(is_seen, error - error.sum(-1, keepdim=True) / count, 0)
-            variance = (error.square().sum(-1) / count.squeeze(-1)).mean(-1)  # of every head
-            found.append(
-                variance.reshape(exact.shape[0], -1).mean(0).amax().sqrt().double() * (MOST_SPREAD / MOST_ERROR)
-            )
+            variance = error.square().sum(-1) / count.squeeze(-1)
+            variance = variance.mean(-1) if variance.dim() > 1 else variance.mean().view(1)  # of every head
+            variance = variance.reshape(len(variance), -1).mean(0).amax()
+            found.append(variance.sqrt().double() * (MOST_SPREAD / MOST_ERROR))
         if self.is_observing:  # nothing is seen of a kernel that is no function of PyTorch
-            most = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64)
+            most = torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device="cpu")
             self.unread.append(torch.stack([most, *[torch.zeros_like(most)] * 3]))
 
     def add(self, values: list[float]) -> None:

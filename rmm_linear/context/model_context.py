@@ -43,7 +43,7 @@ from rmm_linear.context.learned import STEPS, GradientRows, Learned, read_all
 from rmm_linear.context.ranks import Ranks
 from rmm_linear.context.recomputation import ForwardPass, PendingForwards, RunningForward, StepSeeds
 from rmm_linear.context.sketch_cache import SketchCache
-from rmm_linear.context.surroundings import in_backward, infers_shapes, is_called_inside_itself
+from rmm_linear.context.surroundings import in_backward, infers_shapes, is_called_inside_itself, runs_again
 from rmm_linear.context.survey import Survey
 from rmm_linear.norm_estimators import LayerCall, NormEstimator
 from rmm_linear.sketches import TokenMask
@@ -148,6 +148,8 @@ class ModelContext:
             return (last if first is None else first.seeds).repeat(index)
         if not self._running.inputs:
             self.seeded_alone.add(index)
+            if torch.is_grad_enabled() and self._root() is not None and not runs_again():
+                self.checks.note_alone(index)
             return draw_seed()
         self.seeded_alone.discard(index)
         return self.seeds.take(index, self.salt)

@@ -244,6 +244,11 @@ def joined_class(converted: type[ConvertedModule], original: type[nn.Module]) ->
     return made
 
 
+def original_of(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a converted module had; other classes as they are."""
+    return _PAIRS[kind][1] if kind in _PAIRS else kind
+
+
 class _OwnState(NamedTuple):
     """The state of a module whose class says itself what that is, and the fields of the conversion."""
 

@@ -137,6 +137,67 @@ def test_elementwise_code_between_linear_layers(name):
     assert [dict(vars(one)) for one in module.modules()] == before
 
 
+@pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32), (2, 32, 6, 6)])
+@pytest.mark.parametrize("make", [nn.PReLU, nn.SELU, lambda: By(FOUND["sine"])])
+def test_what_follows_may_write_into_the_output(make, shape):
+    class Adding(nn.Module):
+        def forward(self, x):
+            x += 1
+            return x
+
+    for behind in (Adding(), nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True)):
+        model, x = nn.Sequential(make(), behind).train(), torch.randn(shape, requires_grad=True)
+        exact = copy.deepcopy(model)
+        convert(model, operations=["activation"])
+        found = []
+        for one in (model, exact):
+            torch.manual_seed(1)
+            found.append(one(x))
+            found[-1].sum().backward()
+        assert torch.equal(*found)
+        assert found[0].stride() == found[1].stride()
+
+
+class Switched(nn.Module):
+    """Elementwise, unless it is asked to normalize its rows."""
+
+    normalize = False
+
+    def forward(self, x):
+        x = x.sin() * x
+        return x / x.norm(dim=-1, keepdim=True) if self.normalize else x
+
+
+def test_a_setting_that_changes_is_followed(caplog):
+    model, x = nn.Sequential(Switched()).train(), torch.randn(64, 32, requires_grad=True)
+    convert(model, operations=["activation"])
+    assert isinstance(model[0], PackedElementwise)
+    for normalizes in (True, False):
+        model[0].normalize = normalizes
+        exact = Switched()
+        exact.normalize = normalizes
+        y = torch.randn(64, 32)
+        expected, found = (torch.autograd.grad((one(x) * y).sum(), x)[0] for one in (exact, model))
+        assert torch.equal(expected, found) == normalizes
+    assert sum("not elementwise as it was" in one for one in caplog.messages) == 1
+
+
+def test_padding_is_saved_and_may_reach_the_loss():
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.act = nn.Embedding(50, 32), By(FOUND["sine"])
+
+        def forward(self, ids, attention_mask=None):
+            return self.act(self.embedding(ids)).mean(1)
+
+    model, mask = Averaged().train(), torch.ones(8, 32, dtype=torch.long)
+    mask[:, 20:] = 0
+    convert(model, operations=["activation"])
+    for _ in range(4):
+        model(torch.randint(0, 50, (8, 32)), attention_mask=mask).sum().backward()
+
+
 def test_trials_do_not_depend_on_the_default_device():
     """As on an accelerator, where tensors that are made without a device are, and generators are not."""
     module = BETWEEN["two"][0]

@@ -1,5 +1,7 @@
 """Gated MLPs are found by their structure, and nothing else is; what else leaves them exact."""
 
+import copy
+
 import pytest
 import torch
 from gated_helpers import HIDDEN, MAKERS, WIDTH, Experts, made, randn
@@ -10,7 +12,7 @@ from transformers import T5Config
 from transformers.activations import ACT2FN
 from transformers.models.t5.modeling_t5 import T5DenseActDense
 
-from rmm_linear import RMMConfig, RMMLinear
+from rmm_linear import RMMConfig, RMMLinear, convert
 from rmm_linear.activations.gated import PackedGatedMLP, gated_bits
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 
@@ -233,3 +235,29 @@ def test_an_activation_that_changes_later_is_followed_or_refused(change, name):
     else:
         mlp(x)
         assert mlp.rmm_parts.activation == name
+
+
+def test_a_setting_of_its_own_that_changes_is_followed(caplog):
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+            self.act, self.p = nn.SiLU(), 0.0
+
+        def forward(self, x):
+            return self.down(F.dropout(self.act(self.gate(x)) * self.up(x), self.p, self.training))
+
+    model, x = nn.Sequential(Dropping()).train(), torch.randn(256, 32)
+    exact = copy.deepcopy(model)
+    convert(model)
+    assert isinstance(model[0], PackedGatedMLP)
+    for p in (0.0, 0.5, 0.0):
+        model[0].p = exact[0].p = p
+        model[0].name = "a tag that nothing reads"
+        found = []
+        for one in (model, exact):
+            torch.manual_seed(1)
+            found.append(one(x))
+        assert torch.equal(*found)
+        assert model[0].rmm_is_other == (p > 0)
+    assert sum("its p is 0.5 now, and was 0.0" in one for one in caplog.messages) == 1

@@ -41,6 +41,28 @@ def reads(monkeypatch):
     return found
 
 
+WRITES = {
+    "after a view": lambda z: (z.view(-1, z.shape[-1]), z[..., 5:].fill_(-1e4))[0],
+    "after a cut": lambda z: (z[:, :-1, :].flatten(0, 1), z.div_(2.0))[0],
+    "into a view": lambda z: (z[:, :-1, :].mul_(0.5), z.view(-1, z.shape[-1]))[1],
+    "into a copy": lambda z: (z[:, :-1, :].contiguous().mul_(0.5), z.view(-1, z.shape[-1]))[1],
+    "after a product": lambda z: ((2 * z).view(-1, z.shape[-1]), z.zero_())[0],
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_what_is_written_is_seen_by_views_alone(way):
+    def run(model):
+        found = WRITES[way](model(input_ids=token_ids()).logits)
+        loss = F.cross_entropy(found, token_ids().flatten().repeat(2)[: len(found)] % 5)
+        loss.backward()
+        return loss.detach()
+
+    (first, second), found = both(run)
+    assert torch.allclose(first, second, rtol=1e-5)
+    assert_same(found, 1e-5)
+
+
 def looked_at(logits):
     """What FSDP2 and DDP ask of outputs."""
     return logits.requires_grad, logits._base is None, logits.grad_fn, logits.clone()

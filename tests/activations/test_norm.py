@@ -132,3 +132,27 @@ def test_rows_of_few_elements_are_exact_and_named(norm):
         (found,) = torch.autograd.grad(model(x), x, y)
         assert torch.equal(found, expected) == (width == 4)
         assert list(report.exact_calls) == (["0"] if width == 4 else [])
+
+
+class _Shifted(nn.Module):
+    """A norm whose scale may begin at 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps, self.unit_offset = nn.Parameter(torch.randn(32) / 3), 1e-6, False
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * (1 + self.weight if self.unit_offset else self.weight)
+
+
+def test_a_setting_that_changes_is_followed():
+    model, x, y = nn.Sequential(_Shifted()).train(), torch.randn(256, 32, requires_grad=True), torch.randn(256, 32)
+    convert(model, norm_bits=8)
+    for offset in (False, True, False):
+        model[0].unit_offset = offset
+        exact = _Shifted()
+        exact.load_state_dict(model[0].state_dict())
+        exact.unit_offset = offset
+        expected, found = (torch.autograd.grad((one(x) * y).sum(), x)[0] for one in (exact, model))
+        assert (found - expected).norm() < 0.05 * expected.norm()  # codes of 8 bits err by a 255th of the largest

@@ -357,3 +357,45 @@ def test_a_probe_measures_sources():
         other = found[1][name]
         assert other.sgd_variance == pytest.approx(row.sgd_variance, rel=0.3)
         assert other.noise > 0
+
+
+class _Pooled(nn.Module):
+    """Attention pooling: one score for each row."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return (self.b(torch.tanh(self.a(x))).squeeze(-1).softmax(-1).unsqueeze(-1) * x).sum(-2)
+
+
+class _LateValues(nn.Module):
+    """Values are made behind the softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).transpose(-1, -2) / WIDTH**0.5).softmax(-1) @ self.v(x)
+
+
+@pytest.mark.parametrize("kind", [_Pooled, _LateValues])
+@pytest.mark.parametrize("shape", [(TOKENS, WIDTH), (4, TOKENS, WIDTH)])
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_scores_of_any_shape_and_values_behind_them(kind, shape, default, caplog):
+    """Also where another device than the data's is the default; what follows may write into the output."""
+    model, x = nn.Sequential(kind(), nn.ReLU(inplace=True)).train(), torch.randn(shape)
+    exact = copy.deepcopy(model)
+    convert(model, operations="attention", attention_bits=8)
+    with torch.device(default):
+        for _ in range(5):
+            model.zero_grad()
+            model(x).square().sum().backward()
+    exact(x).square().sum().backward()
+    if len(shape) > 2 or kind is _LateValues:
+        assert not [one for one in caplog.messages if "stays exact" in one]
+        assert [one.reason for one in forms(model)] == [None]
+    for one, other in zip(model.parameters(), exact.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() < 0.1 * other.grad.norm() + 1e-3

@@ -141,3 +141,16 @@ def test_reseeding_reproduces_a_submodule_that_is_called_by_itself():
         runs.append(seeds_of(lambda: [model.block(six_features()) for _ in range(2)]))
     assert runs[0] == runs[1]
     assert len(set(runs[0])) == 4
+
+
+def test_a_part_that_is_called_by_itself_is_named_once(caplog):
+    """As where a container was converted and its training step calls a module inside."""
+    model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))}).train()
+    convert(model, min_rows=1)
+    with torch.no_grad():
+        model["net"](torch.randn(100, 32))
+    assert not caplog.messages
+    for _ in range(2):
+        model["net"](torch.randn(100, 32)).sum().backward()
+    assert sum("net.0 is trained outside of a forward pass" in one for one in caplog.messages) == 1
+    assert sum("Convert the module that the training loop calls." in one for one in caplog.messages) == 1
