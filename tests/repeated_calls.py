@@ -56,7 +56,7 @@ def launches(run: Any, arguments: tuple[Any, ...]) -> list[list[str]]:
 def calls(rows: int, index: Tensor | None) -> list[tuple[str, Any, list[tuple[Any, ...]]]]:
     """Every function whose calls are repeated, with arguments that differ in seeds alone."""
     x, y, gamma = torch.randn(rows, 70), torch.randn(rows, 70), torch.ones(70)
-    how = 2, 1e-5, True
+    how, fused = (2, 1e-5, True), (2, 1e-5, False, torch.float32, torch.float32)
     stored = norms.pack_norm.function(x, index, 1, *how)
     spec = SaveSpec("countsketch", rows, None, 3)
     codes, scales, seed = save.save.function(x, spec, None, 1)
@@ -67,6 +67,14 @@ def calls(rows: int, index: Tensor | None) -> list[tuple[str, Any, list[tuple[An
     packed = attention._pack(q, k, v, mean, None, None, 1, bits)
     return [
         ("norm", norms.pack_norm.repeated, [(x, index, seed, *how) for seed in SEEDS]),
+        (
+            "norm and output",
+            norms.normalize_and_pack.repeated,
+            [
+                (x.unflatten(0, (-1, rows // 4 or 1) if rows % 4 == 0 else (3, -1)), gamma, None, None, seed, *fused)
+                for seed in SEEDS
+            ],
+        ),
         ("gradients", norms.norm_backward.repeated, [(y, stored, gamma, index, 2, True, x.dtype, True, x.dtype)] * 3),
         ("keep", save.save.repeated, [(x, spec, None, seed) for seed in SEEDS]),
         ("decode", adapted._DECODED, [(codes, scales, seed, 3, 70, x.dtype)] * 3),

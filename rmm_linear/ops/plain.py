@@ -150,7 +150,9 @@ def directed_by(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do what :func:`directed` does with other functions."""
     rows = x.shape[0] if index is None else len(index)
-    dtype = x.dtype if x.device.type != "cpu" else torch.promote_types(x.dtype, torch.float32)
+    # Coordinates may exceed float16, and both passes need one basis: products are float32's there.
+    is_wide = x.device.type == "cpu" or x.dtype == torch.float16
+    dtype = torch.promote_types(x.dtype, torch.float32) if is_wide else x.dtype
     basis, coordinates = basis.to(dtype), x.new_empty(rows, basis.shape[1], dtype=dtype)
     buffers: list[Tensor] = []  # new memory takes longer than a product
 

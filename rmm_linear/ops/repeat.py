@@ -63,7 +63,8 @@ class Recording(NamedTuple):
     made: list[tuple[torch.Size, torch.dtype]]
     scratch: int  # bytes of these, which lie behind one another
     steps: list[_Launch | _Fill]  # what it launches and fills, in this order
-    returned: list[int]  # the numbers of the tensors that it returns, among those that it allocates
+    # The numbers of the tensors that it returns, among those that it allocates, and their shapes where these are others
+    returned: list[tuple[int, torch.Size | None]]
     is_one: bool  # whether it returns a tensor, and not a tuple
 
     def repeat(self, addresses: list[int], seed: int) -> Any:
@@ -90,7 +91,8 @@ class Recording(NamedTuple):
             for i, number in seeds:
                 values[i] = seed ^ number
             run(*values)
-        return made[self.returned[0]] if self.is_one else tuple([made[i] for i in self.returned])
+        found = [made[i] if shape is None else made[i].view(shape) for i, shape in self.returned]
+        return found[0] if self.is_one else tuple(found)
 
 
 class Repeated:
@@ -186,7 +188,10 @@ def _record(function: Callable[..., Any], arguments: tuple[Any, ...], seed: int)
         [(made[i].shape, made[i].dtype) for i in kept],
         scratch,
         [_moved(one, len(given), moved) for one in steps],
-        [kept.index(i) for i in numbers],
+        [
+            (kept.index(i), None if one.shape == made[i].shape else one.shape)
+            for i, one in zip(numbers, returned, strict=True)
+        ],
         isinstance(found, Tensor),
     )
 
@@ -203,9 +208,9 @@ def _moved(step: _Launch | _Fill, given: int, moved: dict[int, Place]) -> _Launc
 
 
 def _is_same(one: Tensor, made: Tensor) -> bool:
-    """Say whether a tensor is another one, of which torch.empty returns a copy that shares its memory."""
-    is_alike = one.shape == made.shape and one.dtype == made.dtype and one.is_contiguous()
-    return is_alike and one.untyped_storage()._cdata == made.untyped_storage()._cdata
+    """Say whether a tensor is another one, or has its elements in another shape."""
+    is_alike = one.numel() == made.numel() and one.dtype == made.dtype and one.is_contiguous()
+    return is_alike and not one.storage_offset() and one.untyped_storage()._cdata == made.untyped_storage()._cdata
 
 
 def _step(noted: tuple[Any, ...], given: list[Tensor], made: list[Tensor], seed: int) -> _Launch | _Fill | None:

@@ -5,6 +5,7 @@ Kinds without a kernel (dct, dft) run in plain PyTorch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from rmm_linear.sketches.seeds import Fresh, place_of, written
 from rmm_linear.sketches.transforms import next_power_of_two
 from rmm_linear.spec import SaveSpec
 
+# Bytes of shared memory that a program of normal codes takes on Ampere; cards before it have 64 KiB, and need more.
+_ROTATED = 75_776
 Seed = Tensor | Fresh  # in its place, or to be written there; every function that takes the latter sees to it
 
 
@@ -190,7 +193,7 @@ def max_pool_backward(y: Tensor, stored: Tensor, window: Window, ceil_mode: bool
 def encode(matrix: Tensor, bits: float, seed: Seed) -> tuple[Tensor, Tensor]:
     if not packing.is_normal(bits):
         return pack(matrix, int(bits), seed)
-    if torch.version.hip is not None:  # whose registers do not hold a tile beside the rotations
+    if not _holds_rotations(matrix.device):
         return packing.encode(matrix, bits, written(seed))
     return kernels().encode_normal(matrix, bits, seed)
 
@@ -200,8 +203,20 @@ def decode(
 ) -> Tensor:
     if rotated:
         return packing.decode(codes, scales, seed, bits, columns, dtype, rotated=True)
+    if packing.is_normal(bits) and not _holds_rotations(codes.device, is_decoding=True):
+        return packing.decode(codes, scales, seed, bits, columns, dtype)
     run = kernels().decode_normal if packing.is_normal(bits) else kernels().unpack
     return run(codes, scales, seed, bits, columns, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _holds_rotations(device: torch.device, *, is_decoding: bool = False) -> bool:
+    """Say whether a device's kernels of normal codes hold a tile beside their rotations."""
+    if torch.version.hip is not None:
+        return is_decoding
+    if device.type != "cuda":
+        return True
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _ROTATED) >= _ROTATED
 
 
 _DECODED = Repeated(decode)

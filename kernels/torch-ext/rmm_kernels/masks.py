@@ -16,8 +16,9 @@ def _pack_mask_kernel(
     p_m: (N, C), rows ``stride`` apart. p_index: int64 (n,). p_bits: uint8 (n, ⌈C/8⌉).
     """
     n_bytes = tl.cdiv(n_columns, 8)
-    o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    i_b = tl.program_id(1).to(tl.int64) * B_B
+    n_parts = tl.cdiv(n_bytes, B_B)
+    o_n = (tl.program_id(0) // n_parts).to(tl.int64) * B_N + tl.arange(0, B_N)
+    i_b = (tl.program_id(0) % n_parts).to(tl.int64) * B_B
     o_c = i_b * 8 + tl.arange(0, 8 * B_B)
     m_n = o_n < n_rows
     o_row = tl.load(p_index + o_n, mask=m_n, other=0) if HAS_INDEX else o_n
@@ -39,8 +40,9 @@ def _apply_mask_kernel(
 
     p_y: (N, C), rows ``stride`` apart. p_bits: uint8 (n, ⌈C/8⌉). p_index: int64 (n,). p_out: (N, C), contiguous.
     """
-    o_n = tl.program_id(0).to(tl.int64) * B_N + tl.arange(0, B_N)
-    o_c = tl.program_id(1).to(tl.int64) * B_C + tl.arange(0, B_C)
+    n_parts = tl.cdiv(n_columns, B_C)
+    o_n = (tl.program_id(0) // n_parts).to(tl.int64) * B_N + tl.arange(0, B_N)
+    o_c = (tl.program_id(0) % n_parts).to(tl.int64) * B_C + tl.arange(0, B_C)
     m_n = o_n < n_rows
     m_y = m_n[:, None] & (o_c < n_columns)[None, :]
     o_row = tl.load(p_index + o_n, mask=m_n, other=0) if HAS_INDEX else o_n
@@ -66,7 +68,7 @@ def pack_mask(mask: torch.Tensor, index: torch.Tensor | None = None) -> torch.Te
     rows, columns = mask.shape[0] if index is None else index.shape[0], mask.shape[1]
     bits = torch.empty(rows, cdiv(columns, 8), dtype=torch.uint8, device=mask.device)
     if bits.numel():
-        grid = (cdiv(rows, 8), cdiv(columns, 512))
+        grid = (cdiv(rows, 8) * cdiv(columns, 512),)
         launch(
             _pack_mask_kernel, grid,
             mask, index, bits, rows, columns, mask.stride(0),
@@ -91,7 +93,7 @@ def apply_mask(y: torch.Tensor, bits: torch.Tensor, scale: float, index: torch.T
     rows, columns = bits.shape[0], y.shape[1]
     out = (torch.empty if index is None else torch.zeros)(y.shape, dtype=y.dtype, device=y.device)
     if rows and columns:
-        grid = (cdiv(rows, 16), cdiv(columns, 128))
+        grid = (cdiv(rows, 16) * cdiv(columns, 128),)
         launch(
             _apply_mask_kernel, grid,
             y, bits, index, out, rows, columns, y.stride(0), scale,
