@@ -66,9 +66,10 @@ def batches(thread):
     return [(torch.randn(*SHAPE, WIDTH, generator=generator), mask) for _ in range(STEPS)]
 
 
-def gradients(model, x, mask):
+def gradients(model, x, mask, parameters=None):
+    """parameters: The model's, while other threads may have others in their place for a while."""
     output = model(x, attention_mask=mask) * mask.unsqueeze(-1)
-    return torch.autograd.grad(output.sin().sum(), list(model.parameters()))
+    return torch.autograd.grad(output.sin().sum(), parameters or list(model.parameters()))
 
 
 @pytest.mark.parametrize("trained", [0, 3])
@@ -83,11 +84,11 @@ def test_each_has_its_own_masks(kind, trained):
     convert(model, RMMConfig(min_rows=1, mask_padding=kind is Meeting, **codes))
     for x, mask in batches(1)[:trained]:
         gradients(model, x, mask)
-    model.barrier, found = threading.Barrier(2), {}
+    model.barrier, found, parameters = threading.Barrier(2), {}, list(model.parameters())
 
     def train(thread):
         try:
-            found[thread] = [gradients(model, *batch) for batch in batches(thread)]
+            found[thread] = [gradients(model, *batch, parameters) for batch in batches(thread)]
         except BaseException as error:
             found[thread] = error
             model.barrier.abort()

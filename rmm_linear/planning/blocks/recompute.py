@@ -57,6 +57,7 @@ class Recomputed(Wrapped):
         run = functools.partial(self.inner, **kwargs)
         output = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         drawn.settle()
+        replayed.share(seen)
         return output
 
 

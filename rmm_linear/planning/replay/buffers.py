@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -10,6 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+_CHANGED = (
+    "The backward pass computes again what the forward pass computed, but a buffer of shape {} was changed in place "
+    "between the two. Run the backward pass first, or assign a new tensor."
+)
 Overwritten = dict[int, tuple[Tensor, Tensor]]  # by the tensor's id: the tensor, and what it held
 
 
@@ -17,13 +21,18 @@ Overwritten = dict[int, tuple[Tensor, Tensor]]  # by the tensor's id: the tensor
 class _Held:
     """A tensor and a copy of what it held. The reference is weak: a tensor that was replaced may be gone."""
 
-    tensor: TensorWeakRef
+    tensor: Callable[[], Tensor | None]
     value: Tensor
     version: int
+    is_shared: bool = False  # the value is the tensor itself, which nothing may change
 
     def restored(self, overwritten: Overwritten, still: Collection[int], *, whole: bool) -> Tensor:
         """Write the value into the tensor, behind autograd's back: a graph may have saved it."""
         tensor = self.tensor()
+        if self.is_shared:
+            if version_of(self.value) != self.version:
+                raise RuntimeError(_CHANGED.format(tuple(self.value.shape)))
+            return self.value
         if tensor is None:
             return self.value.clone()  # a copy, for it may be changed, and be needed again
         is_still = id(tensor) in still and version_of(tensor) == self.version
@@ -72,6 +81,18 @@ class Buffers:
         ]
         for tensor in tensors:
             number(tensor, "", {})
+
+    def share(self) -> set[int]:
+        """Drop the copies of masks and indices that a run has left as they were, and return their ids.
+
+        Numbers, such as running statistics, may change without a trace.
+        """
+        for place, held in enumerate(self.held):
+            tensor = held.tensor()
+            is_mask = tensor is not None and not (tensor.is_floating_point() or tensor.is_complex())
+            if tensor is not None and is_mask and not tensor.is_inference() and tensor._version == held.version:
+                self.held[place] = _Held(TensorWeakRef(tensor), tensor, held.version, is_shared=True)
+        return {id(held.value) for held in self.held if held.is_shared}
 
     def is_as(self, last: Buffers) -> bool:
         """Say whether nothing has changed since the ones that were handed in as ``last``."""

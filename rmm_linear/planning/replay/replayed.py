@@ -165,6 +165,10 @@ class Replayed:
             return last
         return Seen(drawn, buffers)
 
+    def share(self, seen: Seen) -> None:
+        """Drop copies of what the run has left as it was, for a run that is repeated once."""
+        self._still = seen.buffers.share()
+
     def _refuse_graphs(self) -> None:
         for part in self.parts:
             for name, buffer in part._buffers.items():

@@ -95,6 +95,42 @@ def test_a_block_draws_the_same_numbers_again(is_keyword, monkeypatch):
         assert after == drawn
 
 
+class _Masked(nn.Module):
+    """Reads a mask that is as large as what it saves, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("mask", torch.ones(512, 512, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return (self.linear(x) * self.mask[: len(x), :64]).tanh()
+
+
+def test_masks_are_not_copied_and_their_change_is_an_error():
+    model, x = nn.Sequential(*(_Masked() for _ in range(4))), torch.randn(64, 64)
+    expected = gradients(model, lambda: run_step(model, x), restore=True)
+    plain = simulate(model, x).bytes
+    plan = BlockPlan([PlannedBlock(str(number), "recompute") for number in range(4)])
+    with plan.applied(model):
+        assert same(gradients(model, lambda: run_step(model, x), restore=True), expected)
+        assert simulate(model, x).bytes == real_peak(model, x) < plain + 512 * 512  # one copy, while a block runs first
+        mask, output = model[0].mask, model(x).sum()
+        model[0].mask = torch.zeros_like(mask)  # another tensor: the repetition reads the one that was there
+        output.backward()
+        found = {f"{name}.grad": one.grad for name, one in model.named_parameters()}
+        assert all(torch.equal(found[f"{name}.grad"], expected[name]) for name, _ in model.named_parameters())
+        model[0].mask = mask
+        output = model(x).sum()
+        mask.fill_(False)
+        with pytest.raises(RuntimeError, match=r"a buffer of shape \(512, 512\) was changed in place"):
+            output.backward()
+
+
 @pytest.mark.parametrize("choice", ["recompute", "selective", "attention", "nested"])
 def test_every_recomputation_is_pickled(choice):
     model, x = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh())), torch.randn(4, 8)
