@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 
 import torch
+from torch import nn
 
 from rmm_linear.context.surroundings import is_unwatched
-from rmm_linear.layers.converted import ConvertedModule
+from rmm_linear.layers.converted import ConvertedModule, original_of
 from rmm_linear.layers.function import SavingCall
 from rmm_linear.sketches.seeds import draw_seed, is_capturing
 
@@ -15,6 +18,12 @@ from rmm_linear.sketches.seeds import draw_seed, is_capturing
 def is_setting(name: str, value: object) -> bool:
     """Say whether an attribute, given another value, may change what a module computes."""
     return isinstance(value, int | float | str) and name != "training" and not name.startswith(("_", "rmm_"))
+
+
+def is_by_own_forward(module: nn.Module) -> bool:
+    """Say, in its ``__setattr__``, whether a module's own forward sets an attribute, as one that counts its calls."""
+    own = inspect.unwrap(original_of(type(module)).forward)
+    return sys._getframe(2).f_code is getattr(own, "__code__", None)
 
 
 class PackedModule(ConvertedModule):

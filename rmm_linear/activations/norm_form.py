@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from rmm_linear._support.distributed import is_dtensor, shape_of
 from rmm_linear.activations.base import PackedModule
 from rmm_linear.activations.own_forward import runs_its_class
+from rmm_linear.layers.converted import original_of
 from rmm_linear.packing.norms import normalize
 
 EPS = ("eps", "variance_epsilon", "epsilon")
@@ -113,7 +114,7 @@ def _probe(
     """Return the one of the forms that a copy of the module, with random parameters and without hooks, computes."""
     columns = next((shape_of(p)[0] for p in parameters.values()), _WIDTH)
     device = next((p.device for p in parameters.values() if not p.is_meta), torch.device("cpu"))
-    generator, copy = torch.Generator("cpu").manual_seed(0), object.__new__(type(module))
+    generator, copy = torch.Generator("cpu").manual_seed(0), object.__new__(original_of(type(module)))
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu").to(device)
@@ -174,7 +175,7 @@ def casts_of(module: nn.Module, form: NormForm) -> dict[Dtypes, Casts]:
 
 
 def _casts(module: nn.Module, form: NormForm, dtype: torch.dtype, own: torch.dtype | None) -> Casts | None:
-    forward, copy = forward_of(module), object.__new__(type(module))
+    forward, copy = forward_of(module), object.__new__(original_of(type(module)))
     if forward is None:
         return None
     generator = torch.Generator("cpu").manual_seed(0)

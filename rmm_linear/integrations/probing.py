@@ -84,9 +84,10 @@ class ProbeCallback(TrainerCallback):
         """Store the rows of this step in the Trainer's log history."""
         if self._probe is not None:
             self._probe.settle()
-        if rows := self._rows_of(state.global_step):
+        rows, whole = self._rows_of(state.global_step), self.results.whole.get(state.global_step)
+        if rows or whole:
             found: Any = {_ROWS: [dataclasses.asdict(row) for row in rows], "step": state.global_step}
-            if whole := self.results.whole.get(state.global_step):
+            if whole:
                 found[_WHOLE] = dataclasses.asdict(whole)
             state.log_history.append(found)
 

@@ -250,7 +250,8 @@ class RMMCallback(SketchStateCallback, ProbeCallback):
         """Log the medians and the rows of this step, and warn if the noise exceeds the limit."""
         super().on_step_end(args, state, control, **kwargs)
         rows, whole = self._rows_of(state.global_step), self.results.whole.get(state.global_step)
-        if not rows and whole is None and state.global_step != self._asked:
+        has_linears = self._probe is None or self._probe.has_layers
+        if not rows and whole is None and (has_linears or state.global_step != self._asked):
             return
         medians = self.results.medians(state.global_step)
         is_exact = all(row.rows >= row.tokens and row.sketch_variance == 0 for row in rows)

@@ -204,7 +204,8 @@ def gradient_noise(
     BatchNorm in training mode normalizes each sequence by itself where D²_SGD is measured, so that this is another
     model's (a warning says so).
 
-    Cost: one pass over each sequence, one over the batch, and ``draws`` over the batch for all operations together and
+    Cost: one pass over each sequence, one over the batch (two more, without gradients, where ``num_items_in_batch`` is
+    given), and ``draws`` over the batch for all operations together and
     for each one. Memory: that of an exact step, and about four more copies of the parameters.
 
     Args:

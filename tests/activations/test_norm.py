@@ -156,3 +156,23 @@ def test_a_setting_that_changes_is_followed():
         exact.unit_offset = offset
         expected, found = (torch.autograd.grad((one(x) * y).sum(), x)[0] for one in (exact, model))
         assert (found - expected).norm() < 0.05 * expected.norm()  # codes of 8 bits err by a 255th of the largest
+
+
+class _Counting(_Shifted):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_a_forward_itself_writes_is_no_setting():
+    model = nn.Sequential(_Counting()).train()
+    convert(model)
+    calls = model[0].calls
+    for _ in range(3):
+        model(torch.randn(256, 32, requires_grad=True)).sum().backward()
+    assert model[0].rmm_norm is not None
+    assert model[0].calls == calls + 3

@@ -48,7 +48,7 @@ class Recomputed(Wrapped):
         seen, drawn = replayed.seen(), DrawnNumbers(replayed.devices)
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            if self.saves is None:
+            if not self.saves:  # also an empty set, of models that were pickled by earlier versions
                 return nullcontext(), replayed.again(seen, drawn.again, seeds.again)
             results = Results(_SAVED[self.saves])
             return results.saving(), replayed.again(seen, drawn.again, seeds.again, results.returning)

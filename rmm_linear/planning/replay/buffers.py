@@ -14,6 +14,7 @@ _CHANGED = (
     "The backward pass computes again what the forward pass computed, but a buffer of shape {} was changed in place "
     "between the two. Run the backward pass first, or assign a new tensor."
 )
+_SMALL = 4096  # bytes of a copy that is kept
 Overwritten = dict[int, tuple[Tensor, Tensor]]  # by the tensor's id: the tensor, and what it held
 
 
@@ -90,6 +91,7 @@ class Buffers:
         for place, held in enumerate(self.held):
             tensor = held.tensor()
             is_mask = tensor is not None and not (tensor.is_floating_point() or tensor.is_complex())
+            is_mask = tensor is not None and is_mask and tensor.nbytes >= _SMALL
             if tensor is not None and is_mask and not tensor.is_inference() and tensor._version == held.version:
                 self.held[place] = _Held(TensorWeakRef(tensor), tensor, held.version, is_shared=True)
         return {id(held.value) for held in self.held if held.is_shared}

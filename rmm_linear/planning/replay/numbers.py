@@ -29,7 +29,7 @@ class DrawnNumbers:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw them again inside the block, and leave the generators as they are now."""
-        before = other_generators()
+        before = None if self._others is None else other_generators()
         with forked(self._devices):
             set_generator_states(self._states, self._devices)
             if self._others is not None:
@@ -37,5 +37,5 @@ class DrawnNumbers:
             try:
                 yield
             finally:
-                if self._others is not None:
+                if before is not None:
                     set_other_generators(before)

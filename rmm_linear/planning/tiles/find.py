@@ -203,8 +203,10 @@ def _setting(value: Any, depth: int = 3) -> Hashable:
     if isinstance(value, int | float | str | bytes | torch.dtype | torch.device | None):
         return type(value), value
     if isinstance(value, dict | list | tuple) and depth and len(value) < _MANY:
-        entries = value.items() if isinstance(value, dict) else value
+        entries = [each for pair in value.items() for each in pair] if isinstance(value, dict) else value
         return type(value), tuple(_setting(one, depth - 1) for one in entries)
+    if inspect.ismethod(value) and not isinstance(value.__self__, nn.Module):
+        return _Same(value.__func__), _Same(value.__self__)
     return _Same(value.__func__ if inspect.ismethod(value) else value)
 
 

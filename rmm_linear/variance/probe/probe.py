@@ -8,7 +8,7 @@ import math
 import sys
 import weakref
 from bisect import insort_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,23 @@ from rmm_linear.variance.probe.selection import choose_layers, measure_whole
 logger = logging.getLogger(__name__)
 
 _SAME_INPUT = 0.05  # recomputation repeats X exactly or nearly so; elements of other calls differ in size and sign
+
+
+_stance: list[Any] = [0, None]  # how many probes want compiled code to run as it is written, and what ends that
+
+
+def _eagerly(more: int) -> None:
+    """Let compiled code run as it is written while some probe wants it."""
+    _stance[0] += more
+    if _stance[0] and _stance[1] is None:
+        _stance[1] = torch.compiler.set_stance("force_eager")
+    elif not _stance[0] and _stance[1] is not None:
+        _stance[1].__exit__(None, None, None)
+        _stance[1] = None
+
+
+def _nothing() -> None:
+    """End nothing."""
 
 
 class GradientProbe(ProbeResults):
@@ -70,7 +87,7 @@ class GradientProbe(ProbeResults):
 
     Attributes:
         passes: Number of forward passes so far, in training mode and with gradients; with ``every=None``, of those that
-            were armed, and some after them.
+            were armed and those right behind them.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -120,7 +137,7 @@ class GradientProbe(ProbeResults):
         self._warned = self._warned_whole = False
         self._is_entered = False
         self._root: RemovableHandle | None = None
-        self._eager: Any = None  # while compiled code is to run as it is written
+        self._eager: Callable[[], object] = _nothing  # lets compiled code run compiled again
         self._handles: list[RemovableHandle] = []
         self._context: ModelContext | None = None  # for models without a context of their own
         self._calls: weakref.WeakSet[ProbeCall] = weakref.WeakSet()  # weak: calls belong to their graphs
@@ -139,15 +156,18 @@ class GradientProbe(ProbeResults):
         if self._root is None:
             self._root = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether there are linear layers to probe; otherwise the whole gradient alone is measured."""
+        return bool(self._modules)
+
     def settle(self) -> None:
         """Remove all hooks after a step that was probed by :meth:`arm`, so that a compiled model is whole again."""
         self._unwatch()
         if self.every is None and self._armed is None and self._root is not None:
             self._root.remove()
             self._root = None
-        if self._eager is not None:
-            self._eager.__exit__(None, None, None)
-            self._eager = None
+        self._eager()
 
     def __exit__(self, *exception: object) -> None:
         """Remove all hooks, and release calls that still wait for a backward pass."""
@@ -169,6 +189,8 @@ class GradientProbe(ProbeResults):
     def arm(self, step: int, *, whole: bool | None = None, at_most: int | None = None) -> None:
         """Probe the next forward pass, for training loops that count their own steps.
 
+        From then on compiled code runs as it is written, until :meth:`settle`, or the beginning of the pass behind it.
+
         Args:
             step: Number of the step, as written into the rows.
             whole: Whether to measure the whole gradient; None goes by ``whole_every``.
@@ -177,8 +199,10 @@ class GradientProbe(ProbeResults):
         self._armed, self._arms_whole, self._at_most = step, whole, at_most
         if self._is_entered:
             self._look()
-        if self._eager is None and "torch._dynamo" in sys.modules:  # a compiled model would be compiled with all hooks
-            self._eager = torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules:  # a compiled model would be compiled with all hooks
+            self._eager()
+            _eagerly(1)
+            self._eager = weakref.finalize(self, _eagerly, -1)  # which runs once
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or in_backward() or is_measuring():
@@ -191,6 +215,9 @@ class GradientProbe(ProbeResults):
         if not (model.training and torch.is_grad_enabled()):
             return
         self.passes += 1
+        if self.every is None and self._armed is None:  # the pass behind one that was armed
+            (self._eager if self._recomputed else self.settle)()
+            return
         whole = None
         if self._armed is not None:
             self._step, self._armed, whole = self._armed, None, self._arms_whole

@@ -125,6 +125,43 @@ def test_a_compiled_model_is_whole_but_where_it_is_probed():
     assert torch.compiler.is_compiling() is False
 
 
+def test_compiled_code_is_compiled_again_whatever_ends_first():
+    """Two probes may be armed at once, one may be dropped, and a loop may settle nothing."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model, x = Mlp(), torch.randn(40, 12)
+    compiled = torch.compile(model, backend=backend)
+
+    def is_eager():
+        torch.compiler.reset()
+        graphs.clear()
+        compiled(x).sum().backward()
+        return not graphs
+
+    with GradientProbe(model, every=None, config=CONFIG) as first, GradientProbe(model, every=None) as second:
+        first.arm(1)
+        second.arm(1)
+        assert is_eager()
+        first.settle()
+        assert is_eager()
+        second.settle()
+        assert not is_eager()
+        first.arm(2)
+        assert is_eager()
+        assert is_eager()  # the pass behind it ends it
+        assert not is_eager()
+    dropped = GradientProbe(model, every=None)
+    dropped.arm(1)
+    assert is_eager()
+    del dropped
+    gc.collect()
+    assert not is_eager()
+
+
 # Steps that go wrong
 
 
