@@ -20,10 +20,17 @@ def is_setting(name: str, value: object) -> bool:
     return isinstance(value, int | float | str) and name != "training" and not name.startswith(("_", "rmm_"))
 
 
-def is_by_own_forward(module: nn.Module) -> bool:
-    """Say, in its ``__setattr__``, whether a module's own forward sets an attribute, as one that counts its calls."""
+def changes_setting(module: nn.Module, name: str, value: object) -> bool:
+    """Say, in ``__setattr__`` before it sets an attribute, whether a setting gets another value.
+
+    What the module's own forward sets, as one that counts its calls, is no setting.
+    """
+    if not is_setting(name, value):
+        return False
+    before = getattr(module, name, value)
     own = inspect.unwrap(original_of(type(module)).forward)
-    return sys._getframe(2).f_code is getattr(own, "__code__", None)
+    is_own = sys._getframe(2).f_code is getattr(own, "__code__", None)
+    return not is_own and (not is_setting(name, before) or before != value)
 
 
 class PackedModule(ConvertedModule):

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
-from rmm_linear.activations.base import PackedModule, SavingCall, is_by_own_forward, is_setting
+from rmm_linear.activations.base import PackedModule, SavingCall, changes_setting
 from rmm_linear.activations.gated import gated_bits
 from rmm_linear.activations.gated_parts import width_of
 from rmm_linear.activations.own_forward import HOOKS, Passed, has_hooks_of_others, intercepted
@@ -72,9 +72,9 @@ class PackedElementwise(PackedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Look again whether the module is elementwise, with another value of a setting."""
-        is_changed = is_setting(name, value) and "rmm_form" in vars(self) and getattr(self, name, value) != value
+        is_changed = "rmm_form" in vars(self) and changes_setting(self, name, value)
         super().__setattr__(name, value)
-        if is_changed and not is_by_own_forward(self):
+        if is_changed:
             original = object.__new__(original_of(type(self)))
             vars(original).update(vars(self))
             widths = {one: width_of(self.get_submodule(one)) for one in self.rmm_form.linears}

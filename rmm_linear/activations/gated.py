@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rmm_linear._support.layouts import as_shape, is_dense
-from rmm_linear.activations.base import PackedModule, SavingCall, is_by_own_forward, is_setting
+from rmm_linear.activations.base import PackedModule, SavingCall, changes_setting, is_setting
 from rmm_linear.activations.gated_parts import GatedParts, activation_kind, gated_parts
 from rmm_linear.activations.pointwise import is_composed, square_of_sums
 from rmm_linear.config import RMMConfig
@@ -79,9 +79,12 @@ class PackedGatedMLP(PackedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Run the module's own code where a setting has another value than when its parts were found."""
-        before = getattr(self, name, value)
+        is_changed, before = (
+            "rmm_settings" in vars(self) and changes_setting(self, name, value),
+            getattr(self, name, None),
+        )
         super().__setattr__(name, value)
-        if is_setting(name, value) and "rmm_settings" in vars(self) and not is_by_own_forward(self):
+        if is_changed:
             self.rmm_settings.setdefault(name, before)
             is_other = any(getattr(self, one, None) != known for one, known in self.rmm_settings.items())
             if is_other and not self.rmm_is_other:

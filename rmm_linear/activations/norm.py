@@ -13,7 +13,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.distributed import is_dtensor
 from rmm_linear._support.layouts import as_shape, is_dense
-from rmm_linear.activations.base import PackedModule, SavingCall, is_by_own_forward, is_setting
+from rmm_linear.activations.base import PackedModule, SavingCall, changes_setting
 from rmm_linear.activations.norm_form import EPS, Casts, Dtypes, NormForm, casts_of, norm_of
 from rmm_linear.config import RMMConfig
 from rmm_linear.context.model_context import ModelContext
@@ -66,9 +66,9 @@ class PackedNorm(PackedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Follow a change of eps, or of another setting."""
-        is_changed = is_setting(name, value) and "rmm_norm" in vars(self) and getattr(self, name, value) != value
+        is_changed = "rmm_norm" in vars(self) and changes_setting(self, name, value)
         super().__setattr__(name, value)
-        if name in EPS or (is_changed and not is_by_own_forward(self)):
+        if name in EPS or is_changed:
             self._compute(norm_of(self))
 
     def forward(self, *args: Any, **named: Any) -> Tensor:

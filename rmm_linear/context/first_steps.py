@@ -53,6 +53,8 @@ class StepChecks:
 
     def note_alone(self, index: int) -> None:
         """Note that a module runs outside of the forward pass of the model that was converted."""
+        if _ALONE in self.said:
+            return
         self._say(
             _ALONE,
             f"{self._names[index]} is trained outside of a forward pass of the model that was converted. Such a pass "

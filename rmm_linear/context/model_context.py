@@ -120,7 +120,7 @@ class ModelContext:
         if self._released >= len(self.names):
             self.detach()
 
-    def is_of_part(self, model: nn.Module) -> bool:
+    def is_attached_inside(self, model: nn.Module) -> bool:
         """Say whether the model that was converted is a module, or inside of it; copies do not know it."""
         return (root := self._root()) is not None and any(one is root for one in model.modules())
 

@@ -140,7 +140,7 @@ def unconvert(model: nn.Module) -> None:
         module._tear_down()
         module.__class__ = original_class(type(module))
     for context in contexts:
-        if context.is_of_part(model):
+        if context.is_attached_inside(model):
             context.detach()  # modules that were replaced since are released by nobody
 
 

@@ -226,7 +226,9 @@ def gradient_noise(
     """
     check_integer("draws", draws)
     passes = Passes(model, batch)
-    if model not in _WARNED and any(isinstance(one, _BatchNorm) and one.training for one in model.modules()):
+    # A model in eval mode is set to training for the passes; of one in training mode, parts in eval mode stay so.
+    norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and (one.training or not model.training)]
+    if norms and model not in _WARNED:
         _WARNED.add(model)
         logger.warning(
             "The minibatch's variance comes from passes over single sequences, by which BatchNorm normalizes there: "
