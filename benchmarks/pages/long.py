@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.library import table
-from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, number, of, pivot
+from benchmarks.pages.render import Cell, Table, columns, from_csv, megabytes, of, pivot
 from benchmarks.planning.long_longest import EXACT, FULL, MEMORIES, OTHERS, QLORA, UNSLOTH, Longest
 from benchmarks.planning.long_random import Drawn, Lowest
 from benchmarks.planning.long_sequence import LongStep
@@ -42,16 +42,6 @@ _LOWEST: dict[str, Cell] = {
     "without gradients": of("above", ".3f"),
     "moment of the peak": of("moment"),
     "plan": of("plan"),
-}
-_DRAWN: dict[str, Cell] = {
-    "model": of("model"),
-    "exact, MB": of("exact", ",.2f", 1e-6),
-    "least": of("least", ",.2f", 1e-6),
-    "budgets met": lambda row: f"{row.met} of {row.budgets}",
-    "over": of("over"),
-    "error, simulated": lambda row: f"{number(row.error, '.2f')} %",
-    "error, solved": lambda row: f"{number(row.solved_error, '.2f')} %",
-    "choices of all plans": of("plans"),
 }
 
 _LONGEST: dict[str, Cell] = {
@@ -132,6 +122,5 @@ TABLES: dict[str, Table] = {
     "long-systems": from_csv("long-longest", Longest, _systems),
     "long-against": from_csv("long-longest", Longest, _against),
     "long-least": from_csv("long-least", Lowest, lambda rows: columns(rows, _LOWEST)),
-    "long-random": from_csv("long-random", Drawn, lambda rows: columns(rows, _DRAWN)),
     "long-claims": from_csv("long-random", Drawn, _claims),
 }

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from rmm_linear._support.autocast import autocast_off
 from rmm_linear._support.layouts import is_dense
+from rmm_linear._support.saved_graph import graph_leaves
 from rmm_linear.activations.base import PackedModule, SavingCall, changes_setting
 from rmm_linear.activations.gated import gated_bits
 from rmm_linear.activations.gated_parts import width_of
@@ -36,7 +37,7 @@ from rmm_linear.activations.own_forward import HOOKS, Passed, has_hooks_of_other
 from rmm_linear.activations.region_run import Different
 from rmm_linear.config import RMMConfig
 from rmm_linear.layers.converted import original_of
-from rmm_linear.layers.function import SavingFunction, as_new, graph_leaves
+from rmm_linear.layers.function import SavingFunction, as_new
 from rmm_linear.ops.regions import pack_source, unpack_source
 from rmm_linear.sketches.seeds import draw_seed, seeds_of
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
+from rmm_linear._support.saved_graph import graph_leaves
 from rmm_linear.activations.base import SavingCall
 from rmm_linear.activations.region_arguments import (
     Arguments,
@@ -42,7 +43,6 @@ from rmm_linear.activations.region_run import (
 )
 from rmm_linear.activations.region_slices import DRAWS, WHOLE, Part, SavedBytes, Slices, guesses, sizes
 from rmm_linear.context.surroundings import running_again
-from rmm_linear.layers.function import graph_leaves
 
 _CHOICES = {torch.topk, torch.argmax, torch.sort, torch.argsort, torch.multinomial}
 _CHOICES |= {getattr(Tensor, one.__name__) for one in _CHOICES}

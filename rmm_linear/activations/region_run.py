@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from rmm_linear._support.autocast import autocast_as, autocast_now, autocast_off
+from rmm_linear._support.saved_graph import nodes_behind
 from rmm_linear.activations.base import SavingCall
 from rmm_linear.activations.own_forward import Passed, exact_inside, intercepted, original_forward
 from rmm_linear.activations.region_arguments import (
@@ -307,16 +308,8 @@ def _layer(named: dict[str, Any]) -> dict[str, Any]:
 
 def reaches(value: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Say whether a tensor is made of some outputs of linear layers."""
-    wanted = {one.grad_fn for one in outputs} - {None}
-    nodes, seen = [value.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node in wanted:
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [one for one, _ in node.next_functions]
-    return False
+    wanted = {one.grad_fn for one in outputs}
+    return any(node in wanted for node in nodes_behind([value.grad_fn]))
 
 
 # Held by a region that runs: a replay swaps a module's own parameters, and both read and set random states.

@@ -105,10 +105,7 @@ class FitCallback(TrainerCallback):
     ) -> None:
         around_next_step(self._trainer, [self.run])
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        around_next_step(self._trainer, [self.run])
+    on_substep_end = on_step_begin
 
     def begin(self, trainer: Any, model: nn.Module) -> None:
         """Find out whether there is a plan already: of an earlier training, of a checkpoint, or of the user."""

@@ -10,7 +10,7 @@ Source: Bershatsky et al. 2022, arXiv 2201.13195, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -70,21 +70,6 @@ def as_new(output: Tensor) -> Tensor:
     """
     is_lost = output.dim() > 3 and 1 in output.shape and not output.is_contiguous()
     return output.clone() if is_lost else as_shape(output, output.shape)
-
-
-def graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors for which a backward pass from here would accumulate a gradient."""
-    nodes, seen, found = [one.grad_fn for one in outputs], set[Any](), list[Tensor]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.append(variable)
-        nodes += [one for one, _ in node.next_functions]
-    return found
 
 
 def _exact_gradients(ctx: Any, y: Tensor, weight: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

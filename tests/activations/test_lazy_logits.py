@@ -33,14 +33,6 @@ def assert_same(found, room=0.0):
         assert (second[name] - gradient).norm() <= room * gradient.norm(), name
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """How often logits were computed."""
-    found, read = [], LazyLogits.read
-    monkeypatch.setattr(LazyLogits, "read", lambda self: found.append(self) or read(self))
-    return found
-
-
 WRITES = {
     "after a view": lambda z: (z.view(-1, z.shape[-1]), z[..., 5:].fill_(-1e4))[0],
     "after a cut": lambda z: (z[:, :-1, :].flatten(0, 1), z.div_(2.0))[0],

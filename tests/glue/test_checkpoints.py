@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fault_helpers import at_write, in_a_child, kill
-from glue_helpers import fails, flags, results_of, write_cola
+from glue_helpers import SignalTimer, fails, flags, results_of, write_cola
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from glue_finetune import training
@@ -25,7 +25,7 @@ from glue_finetune.checkpoints import (
     remove_checkpoint,
 )
 from glue_finetune.errors import UserError
-from glue_finetune.trainer import CheckpointFiles, StepTimer
+from glue_finetune.trainer import CheckpointFiles
 
 STEPS = 3  # per epoch: 24 rows in batches of 8
 SKETCH = {"kind": "wta", "norm_estimator": "position", "ratio": 0.3, "disable_tqdm": "true"}
@@ -36,11 +36,7 @@ def cola(tmp_path_factory):
     return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
 
 
-class Killed(StepTimer):
-    def on_step_begin(self, *args, **kwargs):
-        super().on_step_begin(*args, **kwargs)
-        if args[1].global_step == 2 * STEPS + 1:
-            kill()
+Killed = type("Killed", (SignalTimer,), {"step": 2 * STEPS + 2, "evaluation": None, "signum": signal.SIGKILL})
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 import signal
 
 import pytest
-from glue_helpers import flags, results_of, same_weights, write_cola
+from glue_helpers import SignalTimer, flags, results_of, same_weights, write_cola
 
 from glue_finetune import training
 from glue_finetune.__main__ import main
-from glue_finetune.trainer import StepTimer
 
 STEPS = 3  # per epoch: 24 rows in batches of 8
 WTA = {"kind": "wta", "ratio": 0.3, "uniform_mix": 0.2}
@@ -18,13 +17,8 @@ def cola(tmp_path_factory):
     return write_cola(tmp_path_factory.mktemp("cola"), train=8 * STEPS)
 
 
-class _Stop(StepTimer):
-    """Interrupts the run in the middle of the second epoch."""
-
-    def on_step_begin(self, *args, **kwargs):
-        super().on_step_begin(*args, **kwargs)
-        if args[1].global_step == STEPS + 1:
-            signal.raise_signal(signal.SIGINT)
+# Interrupts the run in the middle of the second epoch.
+_Stop = type("_Stop", (SignalTimer,), {"step": STEPS + 2, "evaluation": None, "signum": signal.SIGINT})
 
 
 @pytest.mark.parametrize("estimator", ["position_token", "sample_cache"])

@@ -46,9 +46,6 @@ def test_eval_refuses_the_gradient_by_the_weight(ask):
         ask(layer().eval(), tokens().requires_grad_())
 
 
-# Seeds
-
-
 # Conversion of one layer
 
 

@@ -132,16 +132,13 @@ def _decode_normal_kernel(
         tl.store(p_z + o_k[:, None] * n_columns + o_j[None, :], b_z.to(p_z.dtype.element_ty), mask=m_z)
 
 
-def encode_normal(
-    matrix: torch.Tensor, bits: float, seed: Seed, out: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_normal(matrix: torch.Tensor, bits: float, seed: Seed) -> tuple[torch.Tensor, torch.Tensor]:
     """Store a matrix in 2, 1.6 or 1 bits per element, without bias up to what two rotations leave.
 
     Args:
         matrix: float16, bfloat16 or float32, shape (K, I), any row stride.
         bits: 2, 1.6 or 1.
         seed: int64, shape (1,), on the device of ``matrix``; or to be written there, see ``given``.
-        out: The result is written into them, contiguous; None makes them.
 
     Returns:
         Codes, uint8, shape (K, ⌈I/128⌉ · (32, 26 or 16)), and scales, uint8, shape (K, ⌈I/128⌉).
@@ -149,11 +146,9 @@ def encode_normal(
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     (rows, columns), group_bytes = matrix.shape, GROUP_BYTES[bits]
     groups = cdiv(columns, GROUP)
-    if out is None:
-        out = tuple(
-            torch.empty(rows, n, dtype=torch.uint8, device=matrix.device) for n in (groups * group_bytes, groups)
-        )
-    codes, scales = out
+    codes, scales = (
+        torch.empty(rows, n, dtype=torch.uint8, device=matrix.device) for n in (groups * group_bytes, groups)
+    )
     seeds = given(seed, matrix.numel() > 0)
     if matrix.numel():
         size, warps = _shape(matrix, matrix.dtype)

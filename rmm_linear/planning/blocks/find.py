@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from rmm_linear.planning.tiles.find import is_callable
+
 
 def find_blocks(model: nn.Module) -> list[str]:
     """Name the blocks of a model in its order: repeated modules, and the other modules.
@@ -48,7 +50,7 @@ def find_inner(model: nn.Module, block: str) -> tuple[str, ...]:
     ]
     if len(children) == 1:
         return find_inner(model, children[0][0])
-    return tuple(name for name, child in children if _is_callable(child) and any(child.children()))
+    return tuple(name for name, child in children if is_callable(child) and any(child.children()))
 
 
 def owner_of(name: str, blocks: Iterable[str]) -> str | None:
@@ -62,12 +64,8 @@ def alike(model: nn.Module, name: str) -> str:
     return f"{type(module).__qualname__} {shapes}"
 
 
-def _is_callable(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
 def _callable(name: str, module: nn.Module) -> list[str]:
-    if _is_callable(module):
+    if is_callable(module):
         return [name]
     return [found for child, inner in module.named_children() for found in _callable(f"{name}.{child}", inner)]
 
@@ -86,7 +84,7 @@ _MANY = 3  # children of one class that are blocks, where no list has them
 def _repeated(module: nn.Module) -> set[type[nn.Module]]:
     """Return the classes that a list has several entries of, or a module many children of."""
     least = 2 if isinstance(module, _LISTS) else _MANY
-    kinds = Counter(type(child) for child in module.children() if _is_callable(child) and any(child.children()))
+    kinds = Counter(type(child) for child in module.children() if is_callable(child) and any(child.children()))
     return {kind for kind, count in kinds.items() if count >= least}
 
 

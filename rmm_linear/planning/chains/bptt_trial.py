@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmm_linear._support.saved_graph import nodes_behind
 from rmm_linear.memory.ledger import StorageKey, storage_key
 from rmm_linear.planning.chains.bptt_plans import StepBytes
 from rmm_linear.planning.chains.cells import RecordedCell, Step
-from rmm_linear.planning.replay.reached import leaves_behind, nodes_behind
+from rmm_linear.planning.replay.reached import leaves_behind
 from rmm_linear.planning.replay.replayed import Replayed, modules_behind
 from rmm_linear.planning.replay.snapshots import is_differentiable
 
@@ -45,8 +46,8 @@ def try_step(step: Step, x: Sequence[Any], state: Sequence[Any]) -> Trial:
         # Copies, so that the state that the second one reads is its own.
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in state]
         second, saved = _recorded(step, x, copies)
-        shared = nodes_behind(first.results).keys() & nodes_behind(second.results).keys()
-    captured = sorted(node.name() for node in shared if not hasattr(node, "variable") and node.name() != _CAST)
+        one, two = (set(nodes_behind(leaf.grad_fn for leaf in made.results)) for made in (first, second))
+    captured = sorted(node.name() for node in one & two if not hasattr(node, "variable") and node.name() != _CAST)
     if captured:
         raise ValueError(
             f"cell must not capture the result of another computation that needs a gradient, got one of {captured[0]}. "

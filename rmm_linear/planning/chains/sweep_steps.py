@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from rmm_linear.planning.replay.reached import leaves_behind, nodes_behind, pull_back
+from rmm_linear._support.saved_graph import nodes_behind
+from rmm_linear.planning.replay.reached import leaves_behind, pull_back
 from rmm_linear.planning.replay.replayed import modules_behind, versions
 from rmm_linear.planning.replay.snapshots import flatten, is_differentiable
 
@@ -69,7 +70,7 @@ def reached(recorded: RecordedStep, since: int | None = None) -> list[Tensor]:
 
     ``since`` is the number of a node of this thread that was made before it; None does not look at that.
     """
-    for node in nodes_behind(recorded.outputs) if since is not None else ():
+    for node in nodes_behind(one.grad_fn for one in recorded.outputs) if since is not None else ():
         if not hasattr(node, "variable") and node._sequence_nr() <= since:
             raise RuntimeError(
                 "A tensor that step captures and that needs a gradient must be a parameter, got the result of a "

@@ -1,33 +1,19 @@
-"""Walk the graph of a recorded step: its nodes and leaves, in a fixed order, and its gradients."""
+"""The leaves of a recorded step, in a fixed order, and its gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-
-def nodes_behind(results: Iterable[Tensor]) -> dict[Any, None]:
-    """Return the nodes of the autograd graph behind tensors.
-
-    They are in a dictionary, not in a set: every process, and every repetition, finds them in the same order.
-    """
-    todo = [result.grad_fn for result in results if result.grad_fn is not None]
-    seen = dict.fromkeys(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                todo.append(node)
-    return seen
+from rmm_linear._support.saved_graph import graph_leaves
 
 
 def leaves_behind(results: Sequence[Tensor], own: Iterable[Tensor] = ()) -> list[Tensor]:
     """Return the tensors that get a gradient from results that need it, other than ``own``, those a step was given."""
     found = [leaf for leaf in results if leaf.is_leaf and leaf.requires_grad]  # returned as they are, without a node
-    found += [node.variable for node in nodes_behind(results) if hasattr(node, "variable")]
+    found += graph_leaves(results)
     known = {id(leaf) for leaf in own}
     return [leaf for key, leaf in {id(leaf): leaf for leaf in found}.items() if key not in known]
 

@@ -112,7 +112,7 @@ class _Search:
             any(one.has_experts for _, one in children),
         )
         linears = [part for part in module.modules() if _is_linear(part)]
-        if len(linears) < _LEAST or not _is_callable(module):
+        if len(linears) < _LEAST or not is_callable(module):
             return inside
         whole = self._whole(name, module, inside, linears)
         if whole is not None:
@@ -225,7 +225,7 @@ def _parts(module: nn.Module) -> Iterator[Hashable]:
         yield name, type(part), tuple(own), tuple(tensors)
 
 
-def _is_callable(module: nn.Module) -> bool:
+def is_callable(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 

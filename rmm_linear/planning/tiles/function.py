@@ -23,8 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rmm_linear._support.saved_graph import graph_leaves
 from rmm_linear.context.surroundings import one_backward
-from rmm_linear.layers.function import graph_leaves
 from rmm_linear.planning.replay.replayed import Replayed, Seen, generator_states
 from rmm_linear.planning.tiles.sampled import SampledSlices, saved
 from rmm_linear.planning.tiles.slices import RowSlices
