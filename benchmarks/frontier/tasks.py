@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import tempfile
 import time
@@ -229,12 +230,18 @@ def train(
     return [
         Epoch(
             task=name, method=method, seed=seed, epoch=number, epochs=epochs, metric=metric,
-            score=entry[f"eval_dev_{metric}"], dev_loss=entry["eval_dev_loss"], train_loss=loss,
+            score=score_of(entry[f"eval_dev_{metric}"], entry["eval_dev_loss"]),
+            dev_loss=entry["eval_dev_loss"], train_loss=loss,
             steps=int(entry["step"]), seconds=seconds, batch=ready.training.batch, learning_rate=rate,
             rows=len(ready.rows), settings=how.settings(plan), dropout=DROPOUT, fitted_loss=of_rows,
         )
         for number, (loss, entry, of_rows) in enumerate(zip(losses, scores, fitted, strict=True), start=1)
     ]  # fmt: skip
+
+
+def score_of(score: float, loss: float) -> float:
+    """Return 0, as Matthews' correlation is, where all answers are the same and have none; a lost run keeps its NaN."""
+    return 0.0 if math.isnan(score) and math.isfinite(loss) else score
 
 
 def accuracy(asked: Asked, about: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.frontier.methods import METHODS
 from benchmarks.frontier.rows import Cost, Epoch, Noisy, Point
 from benchmarks.frontier.runs import in_turn
 from benchmarks.frontier.shares import Share
-from benchmarks.frontier.tasks import TRAININGS, SameDropout, SameOrder, train
+from benchmarks.frontier.tasks import TRAININGS, SameDropout, SameOrder, score_of, train
 from benchmarks.processes import ProcessError
 from benchmarks.records import read_rows, write_rows
 
@@ -26,6 +27,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:transformers"),
     pytest.mark.usefixtures("in_this_process"),
 ]
+
+
+def test_answers_that_are_all_the_same_score_0_and_a_lost_run_nothing() -> None:
+    assert (score_of(0.5, 1.0), score_of(math.nan, 1.0)) == (0.5, 0.0)
+    assert math.isnan(score_of(math.nan, math.nan))
 
 
 @pytest.mark.thorough
