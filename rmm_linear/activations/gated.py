@@ -79,10 +79,8 @@ class PackedGatedMLP(PackedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Run the module's own code where a setting has another value than when its parts were found."""
-        is_changed, before = (
-            "rmm_settings" in vars(self) and changes_setting(self, name, value),
-            getattr(self, name, None),
-        )
+        is_changed = "rmm_settings" in vars(self) and changes_setting(self, name, value)
+        before = getattr(self, name, None)
         super().__setattr__(name, value)
         if is_changed:
             self.rmm_settings.setdefault(name, before)
