@@ -22,6 +22,7 @@ from benchmarks.frontier.shares import Share
 from benchmarks.frontier.tasks import TRAININGS, SameDropout, SameOrder, score_of, train
 from benchmarks.processes import ProcessError
 from benchmarks.records import read_rows, write_rows
+from rmm_linear.planning.offload import pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:transformers"),
@@ -36,8 +37,9 @@ def test_answers_that_are_all_the_same_score_0_and_a_lost_run_nothing() -> None:
 
 @pytest.mark.thorough
 def test_cost_and_accuracy_go_on_with_every_kind_of_method(
-    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    places: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pack, "SMALL", 1024)  # inputs of blocks are small here, too
     methods = ["exact", "checkpoint", "checkpoint-offload", "tenth"]
     run(places, tmp_path, "--parts", "cost", "accuracy", "--methods", *methods, "--seeds", "0")
     costs = {row.method: row for row in read_rows(tmp_path / "frontier-cost.csv", Cost)}
