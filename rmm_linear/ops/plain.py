@@ -196,11 +196,10 @@ def directed_product_by(
     def rows(begin: int, end: int) -> Tensor:
         return rest(begin, end) if is_narrow else rest(begin, end).addmm_(found[begin:end], rotated)
 
-    width = packing.rotated_columns(columns, bits)
     if y.device.type != "cpu":
         product = y.T @ rows(0, len(codes))
     else:
-        product = product_of_parts(y, len(codes), width, lambda begin, end: y[begin:end], rows)
+        product = product_of_parts(y, len(codes), rotated.shape[1], lambda begin, end: y[begin:end], rows)
     if is_narrow:
         product.addmm_((y.T @ found).to(product.dtype), rotated.to(product.dtype))
     return coder.unrotate(product, seed, bits, columns).to(dtype)

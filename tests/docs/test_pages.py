@@ -152,6 +152,7 @@ def check_graphs(names, out, place):
 
 def check_fit(names, out, place):
     assert names["report"].fits
+    assert any(way.fits for way in names["full"].ways)
     assert names["found"].exact < names["found"].checkpointed <= names["found"].batch
 
 

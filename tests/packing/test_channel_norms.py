@@ -77,7 +77,7 @@ def bias_along(x, y, groups, bits=2):
     weight = torch.ones(CHANNELS)
     dx = exact(x, y, weight, groups)[0]
     found = []
-    for value in range(100):
+    for value in range(200):
         seed = torch.tensor([value])
         saved = channel_norms.pack_channels(x.unsqueeze(1), bits, seed, EPS, groups)
         gradients = channel_norms.channel_gradients(y.unsqueeze(1), saved, bits, seed, weight, groups)

@@ -5,6 +5,8 @@ a channel of all samples, or ``inner`` channels of one. It is packed as a matrix
 ``length`` elements of one channel each: FIRST. A tile has rows of one sample where sets do and columns are channels.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -412,6 +414,10 @@ def pack_channels(
             FIRST=x.shape[3] > 1, COPY=is_given, BITS=bits, HALF=small_type(x.dtype),
             IEEE=is_ieee(), TAIL=columns % GROUP != 0, B_K=size,
         )  # fmt: skip
+    elif rstd is None:
+        saved.fill_(math.nan)  # of no elements
+    else:
+        saved.copy_(rstd)
     return codes, scales, saved
 
 
