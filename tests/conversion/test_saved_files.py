@@ -1,9 +1,10 @@
 """Files that an earlier version has written are read as they were meant.
 
-Those in data/ were written by 0.1.0, and stand for the files that users have. They must never be written again: a
-test that writes what it reads would pass whatever the format becomes. What made them: `SETTINGS` saved by themselves;
-and two models of `Siblings` after five steps on batches of (2, 20, 8), one in the width that was chosen, one with wta
-and norm estimators as well.
+Those in data/ were written by 0.1.0 and 0.2.0, and stand for the files that users have. They must never be written
+again: a test that writes what it reads would pass whatever the format becomes. What made them: `SETTINGS` saved by
+themselves; two models of `Siblings` after five steps on batches of (2, 20, 8), one in the width that was chosen, one
+with wta and norm estimators as well; and for 0.2.0 a `network` after 40 steps on batches of (4, 64, 256), and plans of
+one, of which block 4 was made to be recomputed by hand.
 """
 
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from rmm_linear import RMMConfig, convert, read_sketch_state, sketch_state, sketch_tensors
+from rmm_linear import RMMConfig, RMMLinear, convert, read_sketch_state, sketch_state, sketch_tensors
 from rmm_linear.integrations.pretrained import convert_as_saved
+from rmm_linear.planning import load_plan
 
 DATA = Path(__file__).parent / "data"
 NAMES = ["query", "key", "out"]
@@ -106,3 +108,44 @@ def test_a_conversion_with_norm_estimators_is_read():
     learned = sketch_tensors(model)
     assert learned.keys() == written.keys()
     assert not any(torch.equal(learned[name], tensor) for name, tensor in written.items())  # it goes on from there
+
+
+def network():
+    """Two blocks that are wide enough for fixed directions."""
+    block = [nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)]
+    return nn.Sequential(*block, nn.LayerNorm(256), nn.Linear(256, 2))
+
+
+def trained(model):
+    """The gradient of a step, finite for every parameter."""
+    model(torch.randn(4, 64, 256)).square().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_conversion_with_directions_and_widened_codes_is_read():
+    model = network()
+    report = convert_as_saved(model, DATA / "0.2.0")
+    assert report.config == RMMConfig(bits=4, directions=2, norm_bits=4, overrides={"5": {"bits": 2, "directions": 0}})
+    assert {name: bits for name, (bits, _) in report.widened.items()} == {"2": 8, "3": 8, "5": 8}
+    (file,) = (DATA / "0.2.0").glob("*.safetensors")
+    written, read = load_file(file), sketch_tensors(model)
+    assert read.keys() == written.keys()
+    assert len(read) == 2
+    assert all(torch.equal(read[name], tensor) for name, tensor in written.items())
+    trained(model)
+
+
+def test_plans_are_read():
+    plan, model = load_plan(DATA / "plans" / "block_plan.json"), network()
+    choices = [(block.name, block.choice, block.setting) for block in plan.blocks]
+    assert choices == [
+        *(("0", "keep", ""), ("1", "convert", "narrow"), ("2", "keep", "")),
+        *(("3", "convert", "narrow"), ("4", "recompute", ""), ("5", "keep", "")),
+    ]
+    assert (plan.memory, plan.predicted, plan.plain) == (1094953, 1084448, 1581072)
+    plan.apply(model)
+    assert [name for name, one in model.named_modules() if isinstance(one, RMMLinear)] == ["1", "3"]
+    trained(model)
+    plan.revert()
+    graph = load_plan(DATA / "plans" / "graph_plan.json")
+    assert (graph.recomputed, graph.predicted, [piece.nodes for piece in graph.pieces]) == ((1,), 1318928, [1, 2, 3])
