@@ -34,6 +34,7 @@ from rmm_linear._support.validation import check_integer
 from rmm_linear.layers.function import refuse_double_backward
 from rmm_linear.ops.dispatch import Call, Case, call, operator
 
+_PART = 1 << 20  # elements of a product that are made and added at a time on CPU, where dtypes differ
 CHUNK = 256  # rows of logits at a time on CPU, and the least elsewhere
 _BYTES = 1 << 29  # of logits in float32 that an accelerator makes at a time
 _REDUCTIONS = ("mean", "sum")
@@ -240,6 +241,10 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif _adds_in_float32(a.device.type):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # pyright: ignore[reportCallIssue]
+    elif a.device.type == "cpu":  # some rows at a time, whose products, in both dtypes, stay in the cache
+        rows = max(1, _PART // max(1, b.shape[1]))
+        for some, theirs in zip(total.split(rows), a.split(rows), strict=True):
+            some += theirs @ b
     else:
         total += a @ b
 

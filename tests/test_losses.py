@@ -97,6 +97,18 @@ def test_half_types_have_the_softmax_in_float32(dtype):
     assert abs(found.item() - wide.item()) < 8 * torch.finfo(dtype).eps
 
 
+def test_products_that_are_added_in_parts_are_those_of_the_whole(monkeypatch):
+    hidden, weight, _, labels = inputs(torch.bfloat16)
+    found = []
+    for part in (1, 3 * hidden.shape[1], 1 << 20):  # a row, some, which do not divide the classes, and all
+        monkeypatch.setattr(losses, "_PART", part)
+        found.append(losses._loss_and_gradients(hidden, weight, None, labels, 4, -100, 1.0, None, True, True, False))
+    for one in found[:2]:
+        assert all(map(torch.equal, one[:2], found[2][:2]))
+        # A product may be summed in another order, and is rounded once in each of the chunks.
+        torch.testing.assert_close(one[2], found[2][2], rtol=0, atol=2**-8 * found[2][2].abs().max().item())
+
+
 def test_chunk_rows_follow_from_bytes_on_an_accelerator():
     for classes, rows in ((128_256, 1024), (151_936, 768), (32_000, 4096), (50_257, 2560), (10**7, 256)):
         assert losses.chunk_rows(classes, "cuda", 4) == rows

@@ -2,8 +2,9 @@
 
 The mathematics is in :mod:`rmm_linear.packing.attention`. The blocks of scores are PyTorch's matrix products on every
 backend: on CPU they take most of the time, and no loop of ours is faster than its BLAS. The C library packs, unpacks,
-and makes softmax and its gradient in one pass between the products. On CUDA, the fused kernels of PyTorch compute the
-output with dropout and the gradients, see :mod:`rmm_linear.ops.fused_attention`.
+and makes softmax and its gradient in one pass between the products. The fused kernels of PyTorch compute the output
+with dropout and the gradients on CUDA, and gradients of long sequences in bfloat16 on CPUs with tiles for products, see
+:mod:`rmm_linear.ops.fused_attention`.
 
 A bias of the scores may need a gradient too, as relative positions do. The scores are S + bias, so it is dS, summed
 over what the bias is broadcast along. It is added up while the blocks of scores are made, so it needs no more memory
@@ -24,7 +25,7 @@ from torch.nn.attention import SDPBackend
 from rmm_linear import packing
 from rmm_linear.ops import triton
 from rmm_linear.ops.dispatch import FLOATS, Call, Case, call, operation, operator
-from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, runs_kernels, state_bytes
+from rmm_linear.ops.fused_attention import dropped_output, fused_gradients, is_faster_on_cpu, runs_kernels, state_bytes
 from rmm_linear.ops.native import attention as native
 from rmm_linear.ops.repeat import Repeated
 from rmm_linear.ops.sketches import PACK, UNPACK
@@ -211,8 +212,10 @@ def _gradients(
         )
         on_gpu = runs_kernels(grad_output)
         wide, is_state = _wide(grad_output), kept is not None and kept.dim() == 1
-        dtype = grad_output.dtype if on_gpu else wide
-        if is_state or (on_gpu and kept is None and bias is None):
+        is_plain = kept is None and bias is None
+        on_tiles = is_plain and mask is None and index is None and kv_index is None and is_faster_on_cpu(grad_output)
+        dtype = grad_output.dtype if on_gpu or on_tiles else wide
+        if is_state or on_tiles or (on_gpu and is_plain):
             try:
                 rows = [*_UNPACKED(stored, *counts, columns, bits, dtype)]
                 found = fused_gradients(grad_output, rows, spec, mask, kept, index, kv_index)

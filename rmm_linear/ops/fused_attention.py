@@ -1,4 +1,4 @@
-"""The fused kernels of PyTorch for attention on CUDA: which one runs, its dropout, and gradients from unpacked rows.
+"""The fused kernels of PyTorch for attention: which one runs, its dropout on CUDA, and gradients from unpacked rows.
 
 A backward pass needs the output and the logarithms of the sums of exponentials, which are not saved. One more forward
 pass on what was unpacked makes both, so they belong to the same probabilities as the gradients.
@@ -21,6 +21,7 @@ Those of cuDNN are not documented, so its backward pass with dropout is one call
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ _WHOLE = 1 << 23  # elements of the queries that are handled at once
 _MOST = 5  # times the queries' bytes, that a backward pass may take
 _SHARE, _PADDED_SHARE = 0.4, 0.25  # of the heads, handled at once; with padding, keys and masks are repeated as well
 _PER_HEAD = 32  # random numbers of the flash kernel
+_LONG = 512  # queries from which PyTorch's kernel for CPUs makes blocks that tiles are good for
 _LOWEST = -65504.0  # what PyTorch gives cuDNN for −∞
 Part = tuple[tuple[int, int], tuple[int, int]]  # the first and the count: of sequences, and of heads of keys
 
@@ -49,6 +51,17 @@ Part = tuple[tuple[int, int], tuple[int, int]]  # the first and the count: of se
 def runs_kernels(tensor: Tensor) -> bool:
     """Say whether fused kernels of PyTorch may run: on CUDA."""
     return tensor.device.type == "cuda"
+
+
+def is_faster_on_cpu(grad_output: Tensor) -> bool:
+    """Say whether PyTorch's kernel for CPUs is faster than blocks of scores: long sequences, by tiles in bfloat16."""
+    is_known = grad_output.device.type == "cpu" and grad_output.dtype == torch.bfloat16
+    return is_known and grad_output.shape[1] >= _LONG and _has_tiles()
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    return hasattr(torch.cpu, "_is_amx_tile_supported") and torch.cpu._is_amx_tile_supported()
 
 
 def why_no_kernel(query: Tensor, value: Tensor, has_bias: bool) -> str | None:
@@ -173,7 +186,7 @@ def fused_gradients(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the gradients with respect to queries, keys and values; None where no fused kernel fits.
 
-    grad_output: dO, (B, Tq, h, dv), on CUDA. rows: Queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), of
+    grad_output: dO, (B, Tq, h, dv). rows: Queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), of
     its dtype, in memory that is overwritten; the list is emptied. state: Of :func:`dropped_output`; None without
     dropout. index, kv_index: Tokens of the rows; None for all. Returns shapes as
     :func:`rmm_linear.ops.attention.attention_backward`.
@@ -191,7 +204,8 @@ def fused_gradients(
     # With dropout, of a kernel whose random numbers are known, at a place where a generator can begin.
     is_split = kernel is None or (skips.get(kernel, 1) % 4 == 0 and torch.version.hip is None)
     share = _SHARE if mask is None and index is None else _PADDED_SHARE
-    shares = share == _SHARE and kernel != EFFICIENT and grad_output.dtype in _HALF  # heads of keys are not repeated
+    # Heads of keys are not repeated.
+    shares = share == _SHARE and kernel != EFFICIENT and grad_output.is_cuda and grad_output.dtype in _HALF
     if not is_split or found[0].numel() <= _WHOLE or (shares and 3 + 4 / group <= _MOST):
         share = 1.0
     parts = list(_parts(batch, spec.kv_heads, share))
@@ -245,6 +259,8 @@ def _kernel_for_gradients(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec
 ) -> SDPBackend | None:
     """Return the kernel for gradients without dropout; None where none fits."""
+    if not query.is_cuda:
+        return FLASH if query.shape[-1] == value.shape[-1] and mask is None else None
     width, is_half = query.shape[-1], query.dtype in _HALF
     if width % _MULTIPLE or value.shape[-1] % _MULTIPLE:
         return None
@@ -265,10 +281,15 @@ def kernel_gradients(
     """Run a kernel forward and backward; all shapes (B, heads, T, features), those of the gradients too."""
     heads, p, how = query.shape[1], spec.p, {"scale": spec.scale}
     kv_heads, causal, aten = key.shape[1], spec.is_causal, torch.ops.aten
-    if kernel == EFFICIENT or (kernel == CUDNN and not shares_heads(query, key, value, mask)):
+    if not query.is_cuda or kernel == EFFICIENT or (kernel == CUDNN and not shares_heads(query, key, value, mask)):
         key, value = repeated(key, heads), repeated(value, heads)
     tensors, bias = (query, key, value), _bias(mask, query, key.shape[2], kernel)
-    if kernel == FLASH:
+    if not query.is_cuda:
+        output, sums = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, p, causal, **how)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            y, *tensors, output, sums, p, causal, **how
+        )
+    elif kernel == FLASH:
         output, sums, *lengths, state, unused, _ = aten._scaled_dot_product_flash_attention(
             *tensors, p, causal, False, **how
         )

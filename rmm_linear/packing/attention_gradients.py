@@ -213,8 +213,9 @@ class _Sequences:
             by_query.add_(block_of(self.added.values, head, place, k.shape[1]))
         if self.spec.is_causal:
             first = self.rows.start + place.start - self.columns.start
-            visible = torch.ones(shape[2:], dtype=torch.bool, device=k.device).tril(first)
-            by_query.masked_fill_(~visible, -torch.inf)
+            begin = min(max(0, first + 1), shape[3])  # keys that not all of these queries see
+            hidden = torch.ones(shape[2], shape[3] - begin, dtype=torch.bool, device=k.device).triu(first + 1 - begin)
+            by_query[..., begin:].masked_fill_(hidden, -torch.inf)
         p, ds = scores, torch.bmm(y, v.transpose(1, 2))
         if self.bits is None:
             self.steps.softmax_gradients(p, ds)

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from attention_helpers import formula, formula_gradients, relative, spec_of, tensors
+from attention_helpers import formula, formula_gradients, packed_kept, relative, spec_of, tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -387,3 +387,47 @@ def test_compiled_code_drops_the_same_scores_again(checkpointed, drawing):
     kept = Drawing.kept(q, k, 0.3)
     expected = formula_gradients(q.detach(), k.detach(), v.detach(), y, spec_of(q, k, p=0.3), None, kept)
     assert relative([tensor.grad.transpose(1, 2) for tensor in inputs], expected) < 0.03**2
+
+
+class Watching(TorchDispatchMode):
+    """Counts the backward passes of PyTorch's kernel for CPUs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("causal", "kv_heads", "parts"), [(False, 4, 1), (True, 4, 1), (True, 2, 1), (True, 2, 4)])
+def test_the_kernel_of_cpus_has_the_gradients_of_the_blocks(causal, kv_heads, parts, monkeypatch):
+    """On long sequences in bfloat16: probabilities, their gradients and results are rounded to it, each once."""
+    monkeypatch.setattr(fused, "_has_tiles", lambda: True)
+    monkeypatch.setattr(fused, "_WHOLE", 1 << 30 if parts == 1 else 0)
+    q, k, v, y = tensors(2, 4, kv_heads, 600, 600, 16, 16, torch.bfloat16)
+    spec = spec_of(q, k, is_causal=causal)
+    stored = operators.pack_attention(q, k, v, None, None, 5, 8, 8, 8)
+    with Watching() as watching:
+        found = operators.attention_backward.function(y, stored, None, None, None, None, spec, (8, 8, 8))[:3]
+    assert watching.count == parts
+    monkeypatch.setattr(fused, "_has_tiles", lambda: False)
+    expected = operators.attention_backward.function(y, stored, None, None, None, None, spec, (8, 8, 8))[:3]
+    assert [one.dtype for one in found] == [torch.bfloat16] * 3
+    assert all(one.is_contiguous() for one in found)
+    assert relative(found, expected) < (4 * 2**-8) ** 2
+
+
+@pytest.mark.parametrize("kind", ["float32", "short", "mask", "padding", "dropout", "bias", "wide values"])
+def test_everything_else_is_made_in_blocks_on_cpus(kind, monkeypatch):
+    monkeypatch.setattr(fused, "_has_tiles", lambda: True)
+    dtype, tokens = torch.float32 if kind == "float32" else torch.bfloat16, 300 if kind == "short" else 600
+    q, k, v, y = tensors(1, 2, 2, tokens, tokens, 16, 24 if kind == "wide values" else 16, dtype)
+    visible = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    kept = packed_kept(torch.rand(1, 2, tokens, tokens) > 0.3) if kind == "dropout" else None
+    index = torch.arange(500) if kind == "padding" else None
+    bias = torch.zeros(1, 2, tokens, tokens) if kind == "bias" else None
+    stored = operators.pack_attention(q, k, v, index, index, 5, 8, 8, 8)
+    spec, mask = spec_of(q, k, p=0.3 if kind == "dropout" else 0.0), visible if kind == "mask" else None
+    with Watching() as watching:
+        operators.attention_backward.function(y, stored, mask, kept, index, index, spec, (8, 8, 8), bias)
+    assert watching.count == 0
