@@ -84,6 +84,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
     "GLUE but STS-B, two epochs, float32": ("sst2", "cola", "rte"),
     "GLUE but STS-B, two epochs, bfloat16": ("sst2-bf16", "cola-bf16", "rte-bf16"),
     "CoLA, ten epochs at 1e-5": (_SLOW,),
+    "CoLA, ten epochs at 1.1e-5": (_RAISED,),
     "CoLA, ten epochs at 1e-4": (LONG,),
     **{TITLES[study]: (study,) for study in (*DRAWN, "experts")},
 }
