@@ -212,10 +212,12 @@ def _gradients(
         )
         on_gpu = runs_kernels(grad_output)
         wide, is_state = _wide(grad_output), kept is not None and kept.dim() == 1
-        is_plain = kept is None and bias is None
-        on_tiles = is_plain and mask is None and index is None and kv_index is None and is_faster_on_cpu(grad_output)
-        dtype = grad_output.dtype if on_gpu or on_tiles else wide
-        if is_state or on_tiles or (on_gpu and is_plain):
+        dtype, is_plain = grad_output.dtype if on_gpu else wide, kept is None and bias is None
+        if is_plain and mask is None and index is None and kv_index is None and is_faster_on_cpu(grad_output, spec):
+            rows = [*_UNPACKED(stored, *counts, columns, bits, grad_output.dtype)]
+            if (found := fused_gradients(grad_output, rows, spec)) is not None:
+                return found
+        if is_state or (on_gpu and is_plain):
             try:
                 rows = [*_UNPACKED(stored, *counts, columns, bits, dtype)]
                 found = fused_gradients(grad_output, rows, spec, mask, kept, index, kv_index)

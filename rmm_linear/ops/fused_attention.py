@@ -43,7 +43,7 @@ _WHOLE = 1 << 23  # elements of the queries that are handled at once
 _MOST = 5  # times the queries' bytes, that a backward pass may take
 _SHARE, _PADDED_SHARE = 0.4, 0.25  # of the heads, handled at once; with padding, keys and masks are repeated as well
 _PER_HEAD = 32  # random numbers of the flash kernel
-_LONG = 512  # queries from which PyTorch's kernel for CPUs makes blocks that tiles are good for
+_LONG = 768  # queries from which PyTorch's kernel for CPUs has its largest blocks, and keys
 _LOWEST = -65504.0  # what PyTorch gives cuDNN for −∞
 Part = tuple[tuple[int, int], tuple[int, int]]  # the first and the count: of sequences, and of heads of keys
 
@@ -53,10 +53,11 @@ def runs_kernels(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def is_faster_on_cpu(grad_output: Tensor) -> bool:
+def is_faster_on_cpu(grad_output: Tensor, spec: AttentionSpec) -> bool:
     """Say whether PyTorch's kernel for CPUs is faster than blocks of scores: long sequences, by tiles in bfloat16."""
     is_known = grad_output.device.type == "cpu" and grad_output.dtype == torch.bfloat16
-    return is_known and grad_output.shape[1] >= _LONG and _has_tiles()
+    fits = spec.width == grad_output.shape[3] and min(grad_output.shape[1], spec.keys) >= _LONG
+    return is_known and fits and _has_tiles()
 
 
 @functools.cache
@@ -260,7 +261,7 @@ def _kernel_for_gradients(
 ) -> SDPBackend | None:
     """Return the kernel for gradients without dropout; None where none fits."""
     if not query.is_cuda:
-        return FLASH if query.shape[-1] == value.shape[-1] and mask is None else None
+        return FLASH  # see is_faster_on_cpu
     width, is_half = query.shape[-1], query.dtype in _HALF
     if width % _MULTIPLE or value.shape[-1] % _MULTIPLE:
         return None

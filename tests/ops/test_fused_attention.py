@@ -401,10 +401,10 @@ class Watching(TorchDispatchMode):
 
 @pytest.mark.parametrize(("causal", "kv_heads", "parts"), [(False, 4, 1), (True, 4, 1), (True, 2, 1), (True, 2, 4)])
 def test_the_kernel_of_cpus_has_the_gradients_of_the_blocks(causal, kv_heads, parts, monkeypatch):
-    """On long sequences in bfloat16: probabilities, their gradients and results are rounded to it, each once."""
+    """On long sequences in bfloat16, to which it rounds scores' gradients, and sums after every block."""
     monkeypatch.setattr(fused, "_has_tiles", lambda: True)
     monkeypatch.setattr(fused, "_WHOLE", 1 << 30 if parts == 1 else 0)
-    q, k, v, y = tensors(2, 4, kv_heads, 600, 600, 16, 16, torch.bfloat16)
+    q, k, v, y = tensors(2, 4, kv_heads, 800, 800, 16, 16, torch.bfloat16)
     spec = spec_of(q, k, is_causal=causal)
     stored = operators.pack_attention(q, k, v, None, None, 5, 8, 8, 8)
     with Watching() as watching:
@@ -417,17 +417,23 @@ def test_the_kernel_of_cpus_has_the_gradients_of_the_blocks(causal, kv_heads, pa
     assert relative(found, expected) < (4 * 2**-8) ** 2
 
 
-@pytest.mark.parametrize("kind", ["float32", "short", "mask", "padding", "dropout", "bias", "wide values"])
+@pytest.mark.parametrize("kind", ["float32", "short", "few keys", "mask", "padding", "dropout", "bias", "wide values"])
 def test_everything_else_is_made_in_blocks_on_cpus(kind, monkeypatch):
-    monkeypatch.setattr(fused, "_has_tiles", lambda: True)
-    dtype, tokens = torch.float32 if kind == "float32" else torch.bfloat16, 300 if kind == "short" else 600
-    q, k, v, y = tensors(1, 2, 2, tokens, tokens, 16, 24 if kind == "wide values" else 16, dtype)
-    visible = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
-    kept = packed_kept(torch.rand(1, 2, tokens, tokens) > 0.3) if kind == "dropout" else None
-    index = torch.arange(500) if kind == "padding" else None
-    bias = torch.zeros(1, 2, tokens, tokens) if kind == "bias" else None
+    dtype, tokens = torch.float32 if kind == "float32" else torch.bfloat16, 600 if kind == "short" else 800
+    keys = 64 if kind == "few keys" else tokens
+    q, k, v, y = tensors(1, 2, 2, tokens, keys, 16, 24 if kind == "wide values" else 16, dtype)
+    visible = torch.ones(1, 1, tokens, keys, dtype=torch.bool)
+    kept = packed_kept(torch.rand(1, 2, tokens, keys) > 0.3) if kind == "dropout" else None
+    index = torch.arange(700) if kind == "padding" else None
+    bias = torch.zeros(1, 2, tokens, keys) if kind == "bias" else None
     stored = operators.pack_attention(q, k, v, index, index, 5, 8, 8, 8)
     spec, mask = spec_of(q, k, p=0.3 if kind == "dropout" else 0.0), visible if kind == "mask" else None
-    with Watching() as watching:
-        operators.attention_backward.function(y, stored, mask, kept, index, index, spec, (8, 8, 8), bias)
-    assert watching.count == 0
+    found = []
+    for tiles in (True, False):
+        monkeypatch.setattr(fused, "_has_tiles", lambda tiles=tiles: tiles)
+        with Watching() as watching:
+            found.append(
+                operators.attention_backward.function(y, stored, mask, kept, index, index, spec, (8, 8, 8), bias)
+            )
+        assert watching.count == 0
+    assert all(map(torch.equal, *found))
