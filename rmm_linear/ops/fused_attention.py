@@ -187,8 +187,8 @@ def fused_gradients(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return the gradients with respect to queries, keys and values; None where no fused kernel fits.
 
-    grad_output: dO, (B, Tq, h, dv). rows: Queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), of
-    its dtype, in memory that is overwritten; the list is emptied. state: Of :func:`dropped_output`; None without
+    grad_output: dO, (B, Tq, h, dv). rows: Queries (n, h · d), keys (nk, hk · d) and values (nk, hk · dv), of its dtype,
+    in memory that is overwritten; the list is emptied. state: Of :func:`dropped_output`; None without
     dropout. index, kv_index: Tokens of the rows; None for all. Returns shapes as
     :func:`rmm_linear.ops.attention.attention_backward`.
     """
